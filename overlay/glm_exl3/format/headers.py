@@ -1,0 +1,134 @@
+"""Safetensors headers, read without loading a weight.
+
+A safetensors file is an 8-byte little-endian header length, a JSON header and the tensors' bytes.
+Everything that can be wrong with a download (missing, cut short, foreign) shows here.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glm_exl3.format.errors import FormatError
+
+MAX_HEADER_BYTES = 512 << 20
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+RELOAD = "download the file again"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor: file, safetensors dtype name, shape, byte range [start, stop) in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def read(self) -> bytes:
+        """The tensor's bytes."""
+        with self.file.open("rb") as stream:
+            stream.seek(self.start)
+            return stream.read(self.stop - self.start)
+
+    def read_scalar(self) -> int:
+        """Value of a one-element int32 tensor. Raises FormatError for anything else."""
+        data = self.read()
+        if self.dtype not in {"I32", "U32"} or len(data) != 4:
+            raise FormatError(
+                code="marker",
+                seen=f"a marker must be one int32, found {self.dtype} {list(self.shape)}",
+                why="the codebook of the matrix is unknown",
+                fix=RELOAD,
+                file=str(self.file),
+            )
+        return int(struct.unpack("<i", data)[0])
+
+
+def read_json(path: Path) -> Any:
+    """Parsed JSON of `path`. Raises FormatError when it is missing, truncated or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FormatError(
+            code="file-missing",
+            seen="the file does not exist",
+            why="the checkpoint is incomplete",
+            fix=RELOAD,
+            file=str(path),
+        ) from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise FormatError(
+            code="json",
+            seen=f"the file is not readable JSON ({error})",
+            why="it may have been cut short",
+            fix=RELOAD,
+            file=str(path),
+        ) from error
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Tensors of one file. Raises FormatError for a missing, truncated or inconsistent file."""
+
+    def refuse(code: str, seen: str, tensor: str | None = None) -> FormatError:
+        why = "the weights in it cannot be trusted"
+        return FormatError(code=code, seen=seen, why=why, fix=RELOAD, file=str(path), tensor=tensor)
+
+    if not path.is_file():
+        raise refuse("shard-missing", "the shard does not exist")
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else None
+        if length is None or length > min(MAX_HEADER_BYTES, size - 8):
+            raise refuse("shard-truncated", f"the shard ends inside its header ({size} bytes)")
+        try:
+            header = json.loads(stream.read(length))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise refuse("shard-header", f"the header is not JSON ({error})") from error
+    entries = {
+        name: _entry(path, name, fields, 8 + length, refuse)
+        for name, fields in header.items()
+        if name != "__metadata__"
+    }
+    end = max((entry.stop for entry in entries.values()), default=8 + length)
+    if end > size:
+        raise refuse("shard-truncated", f"the shard has {size} bytes, its header needs {end}")
+    if end < size:
+        raise refuse("shard-size", f"the shard has {size} bytes, its header accounts for {end}")
+    return entries
+
+
+def _entry(path: Path, name: str, fields: Any, base: int, refuse: Any) -> TensorEntry:
+    try:
+        dtype, shape = str(fields["dtype"]), tuple(int(size) for size in fields["shape"])
+        start, stop = (base + int(offset) for offset in fields["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise refuse("shard-header", "the header entry is malformed", name) from error
+    items = 1
+    for extent in shape:
+        items *= extent
+    expected = items * ITEM_BYTES.get(dtype, 0)
+    if dtype not in ITEM_BYTES or min(shape, default=0) < 0 or stop - start != expected:
+        raise refuse(
+            "shard-header", f"{dtype} {list(shape)} does not fill {stop - start} bytes", name
+        )
+    return TensorEntry(path, dtype, shape, start, stop)
+
+
+def overlapping(entries: dict[str, TensorEntry]) -> Iterator[str]:
+    """Names of tensors whose bytes overlap an earlier tensor of the same file."""
+    previous_stop = -1
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
+        if entry.start < previous_stop and entry.stop > entry.start:
+            yield name
+        previous_stop = max(previous_stop, entry.stop)

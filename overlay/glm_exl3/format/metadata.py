@@ -1,0 +1,305 @@
+"""A checkpoint folder, judged from its headers alone.
+
+`config.json` names the architecture, the safetensors headers name everything else. Bits and
+codebook are read from the tensors; `quantization_config.json` is informative and only checked
+against them.
+What must stay true: a folder that passes `check_checkpoint` has every tensor its index promises,
+every packed matrix is complete and legal, and gate and up of one expert agree in K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from glm_exl3.format.errors import FormatError
+from glm_exl3.format.headers import (
+    RELOAD,
+    TensorEntry,
+    overlapping,
+    read_header,
+    read_json,
+)
+from glm_exl3.format.layout import TILE, MatrixLayout, codebook_of, layout_of
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+SCALE_NAMES = {"suh": "su", "svh": "sv"}
+PACKED_LEAVES = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1")
+REQUIRED_TEXT_KEYS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "mhc",
+    "topk_method",
+    "scoring_func",
+    "mla_use_nope",
+    "indexer_rope_interleave",
+    "num_nextn_predict_layers",
+)
+"""Keys vLLM 0.33 reads from the text configuration without a default."""
+TARGET_ARCHITECTURES = ("Glm5NextForConditionalGeneration", "Glm5NextForCausalLM")
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """Every tensor of a folder."""
+
+    folder: Path
+    tensors: Mapping[str, TensorEntry]
+
+    @classmethod
+    def read(cls, folder: Path) -> CheckpointIndex:
+        """Index of `folder` from its shards' headers.
+
+        Raises FormatError for a missing or truncated shard, for a tensor the index promises and its
+        shard lacks, and for a tensor that a shard holds and the index does not name.
+        """
+        index_path = folder / INDEX_FILE
+        if not index_path.exists():
+            return cls(folder, _checked(folder / SINGLE_FILE))
+        weight_map = read_json(index_path).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise FormatError(
+                code="index",
+                seen="the index has no weight_map",
+                why="the shards cannot be found",
+                fix=RELOAD,
+                file=str(index_path),
+            )
+        tensors: dict[str, TensorEntry] = {}
+        for shard in sorted(set(weight_map.values())):
+            tensors |= _promised(folder / shard, weight_map, shard)
+        return cls(folder, tensors)
+
+    @cached_property
+    def modules(self) -> dict[str, MatrixLayout]:
+        return exl3_modules(self)
+
+
+def _checked(path: Path) -> dict[str, TensorEntry]:
+    entries = read_header(path)
+    for name in overlapping(entries):
+        raise FormatError(
+            code="shard-header",
+            seen="its bytes overlap another tensor",
+            why="one of the two would hold the other's weights",
+            fix=RELOAD,
+            file=str(path),
+            tensor=name,
+        )
+    return entries
+
+
+def _promised(path: Path, weight_map: Mapping[str, str], shard: str) -> dict[str, TensorEntry]:
+    entries = _checked(path)
+    promised = {name for name, holder in weight_map.items() if holder == shard}
+    for name in sorted(promised - entries.keys()):
+        raise FormatError(
+            code="tensor-missing",
+            seen="the index promises the tensor in this shard, the shard lacks it",
+            why="a weight would stay uninitialised",
+            fix=RELOAD,
+            file=str(path),
+            tensor=name,
+        )
+    for name in sorted(entries.keys() - promised):
+        raise FormatError(
+            code="tensor-unindexed",
+            seen="the shard holds a tensor that the index does not name",
+            why="index and shards belong to different versions of the checkpoint",
+            fix=RELOAD,
+            file=str(path),
+            tensor=name,
+        )
+    return entries
+
+
+def exl3_modules(index: CheckpointIndex) -> dict[str, MatrixLayout]:
+    """Packed modules by name, in name order.
+
+    Raises FormatError for an incomplete set of tensors, an illegal layout or marker, and for gate
+    and up of one parent with different K.
+    """
+    leaves: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in index.tensors.items():
+        module, _, leaf = name.rpartition(".")
+        if leaf in PACKED_LEAVES:
+            leaves.setdefault(module, {})[leaf] = entry
+    modules = {name: _module_layout(name, leaves[name]) for name in sorted(leaves)}
+    _compare_gate_and_up(index, modules)
+    return modules
+
+
+def _module_layout(name: str, leaves: Mapping[str, TensorEntry]) -> MatrixLayout:
+    any_file = str(next(iter(leaves.values())).file)
+
+    def missing(leaf: str) -> FormatError:
+        return FormatError(
+            code="tensor-missing",
+            seen=f"the matrix has {', '.join(sorted(leaves))} but no {leaf}",
+            why="it cannot be decoded",
+            fix=RELOAD,
+            file=any_file,
+            tensor=f"{name}.{leaf}",
+        )
+
+    if "trellis" not in leaves:
+        raise missing("trellis")
+    trellis = leaves["trellis"]
+    _expect_dtype(name, "trellis", trellis, "I16")
+    lengths = {}
+    for scale, signs in SCALE_NAMES.items():
+        if scale in leaves:
+            _expect_dtype(name, scale, leaves[scale], "F16")
+            lengths[scale] = _vector_length(name, scale, leaves[scale])
+        elif signs in leaves:
+            _expect_dtype(name, signs, leaves[signs], "I16")
+            lengths[scale] = TILE * _vector_length(name, signs, leaves[signs])
+        else:
+            raise missing(scale)
+    markers = {
+        kind: _marker(name, kind, leaves[kind]) if kind in leaves else None
+        for kind in ("mcg", "mul1")
+    }
+    file = str(trellis.file)
+    codebook = codebook_of(name, markers["mcg"], markers["mul1"], file=file)
+    return layout_of(name, trellis.shape, codebook, lengths["suh"], lengths["svh"], file=file)
+
+
+def _marker(name: str, kind: str, entry: TensorEntry) -> int:
+    try:
+        return entry.read_scalar()
+    except FormatError as error:
+        raise FormatError(
+            code=error.code,
+            seen=error.seen,
+            why=error.why,
+            fix=error.fix,
+            file=error.file,
+            tensor=f"{name}.{kind}",
+        ) from error
+
+
+def _expect_dtype(name: str, leaf: str, entry: TensorEntry, dtype: str) -> None:
+    if entry.dtype != dtype:
+        raise FormatError(
+            code="dtype",
+            seen=f"the dtype is {entry.dtype}, not {dtype}",
+            why="the bits mean something else",
+            fix=RELOAD,
+            file=str(entry.file),
+            tensor=f"{name}.{leaf}",
+        )
+
+
+def _vector_length(name: str, leaf: str, entry: TensorEntry) -> int:
+    if len(entry.shape) != 1:
+        raise FormatError(
+            code="scales",
+            seen=f"the shape is {list(entry.shape)}, not one dimension",
+            why="scales are one number per channel",
+            fix=RELOAD,
+            file=str(entry.file),
+            tensor=f"{name}.{leaf}",
+        )
+    return entry.shape[0]
+
+
+def _compare_gate_and_up(index: CheckpointIndex, modules: Mapping[str, MatrixLayout]) -> None:
+    for name, gate in modules.items():
+        if not name.endswith(".gate_proj"):
+            continue
+        other = name.removesuffix("gate_proj") + "up_proj"
+        up = modules.get(other)
+        if up is not None and (up.last_dim, up.codebook) != (gate.last_dim, gate.codebook):
+            raise FormatError(
+                code="gate-up",
+                seen=f"up has K={up.bits:g} {up.codebook.value}, "
+                f"gate has K={gate.bits:g} {gate.codebook.value}",
+                why="one kernel reads both with the same K and codebook",
+                fix="convert the checkpoint again",
+                file=str(index.tensors[f"{other}.trellis"].file),
+                tensor=f"{other}.trellis",
+            )
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What a sound folder holds: packed modules by name, bytes of all tensors, average bits."""
+
+    folder: Path
+    architecture: str
+    modules: Mapping[str, MatrixLayout]
+    total_bytes: int
+    bits_per_weight: float
+
+
+def check_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of `folder`. Raises FormatError when a key that vLLM needs is missing."""
+    path = folder / "config.json"
+    config = read_json(path)
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    if not architectures:
+        raise _lacks(path, "architectures")
+    if architectures[0] in TARGET_ARCHITECTURES:
+        text = config.get("text_config", config)
+        for key in REQUIRED_TEXT_KEYS:
+            if key not in text:
+                raise _lacks(path, key)
+    return dict(config)
+
+
+def _lacks(path: Path, key: str) -> FormatError:
+    return FormatError(
+        code="config-key",
+        seen=f"the configuration lacks the key {key!r}",
+        why="vLLM 0.33 reads it without a default",
+        fix="take config.json from the original model and add its quantization_config",
+        file=str(path),
+    )
+
+
+def check_checkpoint(folder: Path) -> CheckpointReport:
+    """Judge `folder` from its headers. Raises FormatError that names file, tensor and cause."""
+    config = check_config(folder)
+    index = CheckpointIndex.read(folder)
+    modules = exl3_modules(index)
+    _compare_storage(folder, index)
+    weights = sum(m.in_features * m.out_features for m in modules.values())
+    packed_bits = sum(m.in_features * m.out_features * m.bits for m in modules.values())
+    return CheckpointReport(
+        folder=folder,
+        architecture=str(config["architectures"][0]),
+        modules=modules,
+        total_bytes=total_bytes(index.tensors.values()),
+        bits_per_weight=packed_bits / weights if weights else 0.0,
+    )
+
+
+def total_bytes(entries: Iterable[TensorEntry]) -> int:
+    return sum(entry.stop - entry.start for entry in entries)
+
+
+def _compare_storage(folder: Path, index: CheckpointIndex) -> None:
+    """Tensors that quantization_config.json promises must exist with the promised shape."""
+    path = folder / "quantization_config.json"
+    if not path.exists():
+        return
+    storage = read_json(path).get("tensor_storage") or {}
+    for module in storage.values():
+        for name, promised in (module.get("stored_tensors") or {}).items():
+            entry = index.tensors.get(name)
+            if entry is None or list(entry.shape) != list(promised["shape"]):
+                found = "absent" if entry is None else f"of shape {list(entry.shape)}"
+                raise FormatError(
+                    code="storage",
+                    seen=f"the tensor is {found}, {path.name} promises {promised['shape']}",
+                    why="metadata and weights belong to different versions of the checkpoint",
+                    fix=RELOAD,
+                    file=str(path if entry is None else entry.file),
+                    tensor=name,
+                )
