@@ -1,0 +1,162 @@
+"""The custom operations `torch.ops.glm_exl3.*`.
+
+They exist so that compiled graphs treat a packed product as one node: each has a fake twin that
+gives shape and dtype without running. The back end travels as its name and is resolved from the
+table, so an exported graph says what it calls.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from glm_exl3.format.layout import TILE, Codebook
+from glm_exl3.ops import table
+from glm_exl3.ops.matrix import Exl3Stack, PackedMatrix
+
+_LIBRARY = torch.library.Library("glm_exl3", "FRAGMENT")
+
+_LIBRARY.define(
+    "exl3_linear(Tensor x, Tensor trellis, Tensor suh, Tensor svh, str codebook, str backend)"
+    " -> Tensor"
+)
+_LIBRARY.define(
+    "exl3_dequant(Tensor trellis, Tensor suh, Tensor svh, str codebook, ScalarType dtype,"
+    " str backend) -> Tensor"
+)
+_LIBRARY.define(
+    "exl3_moe(Tensor x, Tensor topk_ids, Tensor topk_weights,"
+    " Tensor w13_trellis, Tensor w13_suh, Tensor w13_svh, str w13_codebook,"
+    " Tensor w2_trellis, Tensor w2_suh, Tensor w2_svh, str w2_codebook,"
+    " float? limit, Tensor? expert_map, str backend) -> Tensor"
+)
+
+
+def _linear(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    codebook: str,
+    backend: str,
+) -> torch.Tensor:
+    matrix = PackedMatrix(trellis, suh, svh, Codebook(codebook))
+    result: torch.Tensor = table.row(backend).load().linear(x, matrix)
+    return result
+
+
+def _linear_fake(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    codebook: str,
+    backend: str,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], trellis.shape[1] * TILE))
+
+
+def _dequant(
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    codebook: str,
+    dtype: torch.dtype,
+    backend: str,
+) -> torch.Tensor:
+    matrix = PackedMatrix(trellis, suh, svh, Codebook(codebook))
+    result: torch.Tensor = table.row(backend).load().dequant(matrix, dtype)
+    return result
+
+
+def _dequant_fake(
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    codebook: str,
+    dtype: torch.dtype,
+    backend: str,
+) -> torch.Tensor:
+    return trellis.new_empty((trellis.shape[0] * TILE, trellis.shape[1] * TILE), dtype=dtype)
+
+
+def _moe(  # noqa: PLR0913, PLR0917 - an operation's schema is flat: tensors, not objects
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13_trellis: torch.Tensor,
+    w13_suh: torch.Tensor,
+    w13_svh: torch.Tensor,
+    w13_codebook: str,
+    w2_trellis: torch.Tensor,
+    w2_suh: torch.Tensor,
+    w2_svh: torch.Tensor,
+    w2_codebook: str,
+    limit: float | None,
+    expert_map: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    w13 = Exl3Stack(w13_trellis, w13_suh, w13_svh, Codebook(w13_codebook))
+    w2 = Exl3Stack(w2_trellis, w2_suh, w2_svh, Codebook(w2_codebook))
+    module = table.row(backend).load()
+    result: torch.Tensor = module.moe(x, topk_ids, topk_weights, w13, w2, limit, expert_map)
+    return result
+
+
+def _moe_fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+for _name, _run, _fake in (
+    ("exl3_linear", _linear, _linear_fake),
+    ("exl3_dequant", _dequant, _dequant_fake),
+    ("exl3_moe", _moe, _moe_fake),
+):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"glm_exl3::{_name}", _fake, lib=_LIBRARY)
+
+
+def linear(x: torch.Tensor, matrix: PackedMatrix, backend: str) -> torch.Tensor:
+    """x [..., k] -> [..., n] in x.dtype through the operation."""
+    result: torch.Tensor = torch.ops.glm_exl3.exl3_linear(
+        x, matrix.trellis, matrix.suh, matrix.svh, matrix.codebook.value, backend
+    )
+    return result
+
+
+def dequant(matrix: PackedMatrix, dtype: torch.dtype, backend: str) -> torch.Tensor:
+    """W [k, n] in `dtype` through the operation."""
+    result: torch.Tensor = torch.ops.glm_exl3.exl3_dequant(
+        matrix.trellis, matrix.suh, matrix.svh, matrix.codebook.value, dtype, backend
+    )
+    return result
+
+
+def moe(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: Exl3Stack,
+    w2: Exl3Stack,
+    *,
+    limit: float | None,
+    expert_map: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    """Routed sum [T, H] of this rank through the operation."""
+    result: torch.Tensor = torch.ops.glm_exl3.exl3_moe(
+        x,
+        topk_ids,
+        topk_weights,
+        w13.trellis,
+        w13.suh,
+        w13.svh,
+        w13.codebook.value,
+        w2.trellis,
+        w2.suh,
+        w2.svh,
+        w2.codebook.value,
+        limit,
+        expert_map,
+        backend,
+    )
+    return result

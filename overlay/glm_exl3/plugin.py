@@ -1,0 +1,143 @@
+"""vLLM's general plugin: the only entry point that changes anything.
+
+vLLM calls `register()` in every process, sometimes more than once, before devices exist. It does
+five named steps and touches no device; heavy imports happen inside. A step that fails is logged and
+remembered, and the quantisation configuration raises it again at its first use, because vLLM itself
+may carry on without the plugin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.metadata import version as distribution_version
+from pathlib import Path
+
+from glm_exl3 import envs
+from glm_exl3.log import logger
+from glm_exl3.quant.startup import Digest
+
+_log = logger(__name__)
+_done: set[str] = set()
+
+ARCHITECTURES = {
+    "Glm5NextForCausalLM": "glm_exl3.models.glm5next:Exl3Glm5NextForCausalLM",
+    "Glm5NextForConditionalGeneration": (
+        "glm_exl3.models.glm5next:Exl3Glm5NextForConditionalGeneration"
+    ),
+    "Glm5NextMTPModel": "glm_exl3.models.mtp:Exl3Glm5NextMTP",
+    "DFlash2DraftModel": "glm_exl3.models.dflash2:Exl3DFlash2ForCausalLM",
+}
+
+
+def vllm_version() -> str:
+    """The installed vLLM's public version, without a local build suffix."""
+    return distribution_version("vllm").partition("+")[0]
+
+
+@lru_cache(maxsize=1)
+def source_hash() -> str:
+    """Hash over the plugin's own Python sources: two images with one version may still differ."""
+    root = Path(__file__).parent
+    total = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        total.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()[:12]
+
+
+def make_digest() -> Digest:
+    """What all ranks must have in common."""
+    from glm_exl3 import patches
+    from glm_exl3.ops import ext
+
+    entries = [
+        ("plugin", distribution_version("glm-exl3")),
+        ("sources", source_hash()),
+        ("vllm", vllm_version()),
+        ("patches", patches.patch_set()),
+        ("kernels", ext.source_digest()),
+        ("backend", envs.BACKEND.read()),
+        ("preset", envs.PRESET.read() or "-"),
+    ]
+    salt = envs.DIGEST_SALT.read()
+    if salt:
+        entries.append(("salt", salt))
+    return Digest(tuple(entries))
+
+
+def _register_quantization() -> None:
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from glm_exl3.quant.config import NAME, Exl3Config
+
+    register_quantization_config(NAME)(Exl3Config)
+
+
+def _register_operations() -> None:
+    from glm_exl3.ops import library
+
+    _log.debug("operations of %s registered", library.__name__)
+
+
+def _register_models() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture, target in ARCHITECTURES.items():
+        ModelRegistry.register_model(architecture, target)
+
+
+def _apply_patches() -> None:
+    from glm_exl3 import patches
+    from glm_exl3.quant import startup
+
+    version = vllm_version()
+    patches.apply_all("import", version)
+    startup.before_model(lambda: _at_model(version))
+    startup.set_digest(make_digest())
+
+
+def _at_model(version: str) -> None:
+    from glm_exl3 import patches
+
+    patches.apply_all("model", version)
+
+
+def _install_platform() -> None:
+    from vllm.platforms import current_platform
+
+    if type(current_platform).__module__.startswith("glm_exl3.cpu"):
+        from glm_exl3.cpu import engine
+
+        engine.install()
+
+
+STEPS: tuple[tuple[str, Callable[[], None]], ...] = (
+    ("quantization", _register_quantization),
+    ("operations", _register_operations),
+    ("models", _register_models),
+    ("patches", _apply_patches),
+    ("platform", _install_platform),
+)
+
+
+def register() -> None:
+    """Run the steps that have not run in this process yet.
+
+    Raises only when the configuration that would raise the failure later could not be registered.
+    """
+    from glm_exl3.quant import startup
+
+    for name, step in STEPS:
+        if name in _done:
+            continue
+        try:
+            step()
+        except Exception as error:
+            _log.exception("plugin step %r failed", name)
+            startup.record_failure(error)
+            if name == STEPS[0][0]:
+                raise
+            return
+        _done.add(name)
+    _log.debug("plugin ready: %s", make_digest())
