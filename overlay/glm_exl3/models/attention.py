@@ -1,0 +1,54 @@
+"""Attention layers that keep the quantisation configuration.
+
+vLLM builds the attention of this architecture without one, because the checkpoints it knows store
+attention in bf16. EXL3 checkpoints may pack it, and in bf16 it costs more bytes per token than the
+routed experts. These subclasses only hand the configuration through; a module without a trellis
+gets vLLM's unquantised method from it, so a checkpoint with dense attention loads as before. Layers
+whose weight vLLM reads directly (`kv_b_proj`, `wk_weights_proj`) are never packed in either family.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.models.glm5next.common.attention import Glm5NextMLAAttention
+from vllm.models.glm5next.common.kda import Glm5NextLinearAttention
+
+from glm_exl3.quant.config import Exl3Config
+
+
+def exl3_config(vllm_config: Any) -> Exl3Config | None:
+    """The EXL3 configuration of an engine, or None when it serves something else."""
+    config = vllm_config.quant_config
+    return config if isinstance(config, Exl3Config) else None
+
+
+class PackedMLAAttention(Glm5NextMLAAttention):
+    """Sparse MLA with the engine's quantisation configuration."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        config = exl3_config(vllm_config)
+        if config is not None:
+            kwargs["quant_config"] = config
+        super().__init__(vllm_config, *args, **kwargs)
+
+
+class PackedLinearAttention(Glm5NextLinearAttention):
+    """KDA with the engine's quantisation configuration.
+
+    The parent clears the configuration while its own base class is built and reads `quant_config`
+    for its projections afterwards; the property answers with the one seen before.
+    """
+
+    def __init__(self, config: Any, vllm_config: Any, prefix: str = "") -> None:
+        object.__setattr__(self, "_exl3_config", exl3_config(vllm_config))
+        super().__init__(config=config, vllm_config=vllm_config, prefix=prefix)
+
+    @property
+    def quant_config(self) -> Any:
+        kept = self.__dict__.get("_exl3_config")
+        return self.__dict__.get("_plain_quant_config") if kept is None else kept
+
+    @quant_config.setter
+    def quant_config(self, value: Any) -> None:
+        self.__dict__["_plain_quant_config"] = value

@@ -1,0 +1,83 @@
+"""GLM-5.3-Flash from EXL3 checkpoints: vLLM's classes under their own architecture names.
+
+The names stay, because vLLM keys graph capture and hybrid-cache rules by them. Only two things are
+added: ranks are compared before anything is built, and weights load under the rules of
+`quant.loading`. Checkpoints of another quantisation pass through unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
+from vllm.models.glm5next import Glm5NextForCausalLM, Glm5NextForConditionalGeneration
+
+from glm_exl3.models import naming
+from glm_exl3.models.attention import exl3_config
+from glm_exl3.quant.completeness import Naming
+from glm_exl3.quant.loading import load_checked
+from glm_exl3.quant.startup import compare_digests, prepare_model
+
+
+def prepare(vllm_config: Any) -> None:
+    """What must happen before a model with EXL3 weights is built. Raises GlmExl3Error."""
+    prepare_model()
+    if exl3_config(vllm_config) is not None:
+        compare_digests(get_tp_group())
+
+
+def text_naming(model: Any) -> Naming:
+    """Naming of the flat text model."""
+    layers = int(model.config.num_hidden_layers)
+
+    def to_vllm(name: str) -> str | None:
+        own = not naming.is_mtp(name, layers) and not name.startswith(naming.VISION)
+        return naming.text_name(name) if own else None
+
+    return Naming(to_vllm)
+
+
+class Exl3Glm5NextForCausalLM(Glm5NextForCausalLM):
+    """The text model, alone or inside the composite model."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        if not prefix:
+            prepare(vllm_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        config = exl3_config(self.vllm_config)
+        facts = None if config is None else config.facts
+        loaded: set[str] = load_checked(
+            self, weights, super().load_weights, facts=facts, naming=text_naming(self)
+        )
+        return loaded
+
+
+class Exl3Glm5NextForConditionalGeneration(Glm5NextForConditionalGeneration):
+    """Vision tower and language model."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        prepare(vllm_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    def _naming(self) -> Naming:
+        layers = int(self.config.text_config.num_hidden_layers)
+        blind = isinstance(self.visual, (StageMissingLayer, PPMissingLayer))
+
+        def to_vllm(name: str) -> str | None:
+            skipped = naming.is_mtp(name, layers) or (blind and name.startswith(naming.VISION))
+            return None if skipped else naming.composite_name(name)
+
+        return Naming(to_vllm)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        config = exl3_config(self.language_model.vllm_config)
+        facts = None if config is None else config.facts
+        loaded: set[str] = load_checked(
+            self, weights, super().load_weights, facts=facts, naming=self._naming()
+        )
+        return loaded
