@@ -1,0 +1,18 @@
+"""Functions in the form in which vLLM launches a Triton kernel, `kernel[grid](...)`."""
+
+from __future__ import annotations
+
+from glm_exl3.cpu.replacements import Kernel
+from glm_exl3.cpu.runner import drafting, inputs, rejection, sampling, states
+
+HAS_KERNELS = True
+
+ranks = Kernel(sampling.ranks)
+grammar_bitmask = Kernel(sampling.apply_grammar_bitmask)
+flatten_sampled = Kernel(rejection.flatten_sampled)
+scatter_num_accepted = Kernel(inputs.scatter_num_accepted)
+fill_num_accepted = Kernel(inputs.fill_num_accepted)
+prepare_dflash_inputs = Kernel(drafting.prepare_dflash_inputs)
+advance_state_columns = Kernel(states.advance_state_columns)
+align_block_table = Kernel(states.align_block_table)
+zero_blocks = Kernel(states.zero_blocks)
