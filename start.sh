@@ -112,9 +112,8 @@ demo) layers+=(cpu) ;;
 test) layers+=(cpu dev) ;;
 esac
 for layer in "${layers[@]}"; do
-    is_made "$layer" && continue
-    set_up "${layers[@]}"
-    break
+    is_made "$layer" || todo=${layers[*]}
 done
+[[ -z ${todo:-} ]] || set_up "${layers[@]}"
 export PYTHONPATH=$here/launcher:$here/bench:$here/overlay${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" -m glm_launch "$@"

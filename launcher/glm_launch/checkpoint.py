@@ -1,6 +1,7 @@
-"""Check a checkpoint folder before a process starts.
+"""Check a checkpoint folder from its headers, before a process starts.
 
-A folder that passes here can still fail in the engine, which knows the model.
+The format's own code (standard library only) judges; this turns what it raises into findings. A
+folder that passes here can still fail in the engine, which knows the model.
 """
 
 from __future__ import annotations
@@ -21,13 +22,24 @@ def check(key: str, folder: Path) -> list[Finding]:
                 f"set {key} to a folder with config.json and safetensors files",
             )
         ]
-    if not (folder / "config.json").is_file():
+    from glm_exl3.format.errors import FormatError
+    from glm_exl3.format.metadata import check_checkpoint
+
+    try:
+        check_checkpoint(folder)
+    except FormatError as error:
+        where = ": ".join(part for part in (error.file, error.tensor) if part)
+        seen = (
+            f"{key}={folder}: {where}: {error.seen}" if where else f"{key}={folder}: {error.seen}"
+        )
+        return [Finding(f"checkpoint-{error.code}", seen, error.why, error.fix)]
+    except OSError as error:
         return [
             Finding(
-                "no-config",
-                f"{key}={folder} holds no config.json",
-                "the engine cannot tell what model this is",
-                "finish the download, or point at the folder inside it",
+                "checkpoint-unreadable",
+                f"{key}={folder}: {error}",
+                "the weights cannot be read",
+                "check the permissions and the disk",
             )
         ]
     return []
