@@ -130,11 +130,14 @@ class Exl3Config(QuantizationConfig):
         return self._facts
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: NameMapper) -> None:
-        """Add the names that `hf_to_vllm_mapper` gives to the packed modules."""
+        """Add the names that `hf_to_vllm_mapper` gives to the packed modules.
+
+        Mappers rename tensors, and some match a module only with the dot behind it.
+        """
         for module in self.facts.modules:
-            mapped = hf_to_vllm_mapper.map_name(module)
+            mapped = hf_to_vllm_mapper.map_name(f"{module}.trellis")
             if mapped is not None:
-                self._modules[mapped] = module
+                self._modules[mapped.removesuffix(".trellis")] = module
 
     def source_of(self, prefix: str) -> Source:
         """The checkpoint module behind one unmerged vLLM module name."""
