@@ -60,9 +60,14 @@ def build_twin(
 
 
 def build_drafter(
-    folder: Path, seed: int = 0, *, packed: bool = False, progress: Progress = _silent
+    folder: Path,
+    family: Family,
+    seed: int = 0,
+    *,
+    packed: bool = False,
+    progress: Progress = _silent,
 ) -> None:
-    """Write the DFlash2 drafter that fits targets of this seed, in BF16 or as EXL3 at 6 bits."""
+    """Write the DFlash2 drafter of a packed family's target, in BF16 or as EXL3 at 6 bits."""
     progress(f"making the drafter ({'EXL3, 6 bits' if packed else 'BF16'})")
-    tensors, quantization = drafter_tensors(geometry(), seed, packed=packed)
+    tensors, quantization = drafter_tensors(geometry(), family, seed, packed=packed)
     write_folder(folder, tensors, configs.draft_config(geometry(), quantization))

@@ -37,5 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build_target(options.out, family, options.seed, twin_of, progress)
     if options.drafter:
         packed = options.drafter_format == "exl3"
-        build_drafter(options.drafter, options.seed, packed=packed, progress=progress)
+        source = twin_of if family is Family.BF16 else family
+        build_drafter(options.drafter, source, options.seed, packed=packed, progress=progress)
     return 0

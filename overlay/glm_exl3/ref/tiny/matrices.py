@@ -94,6 +94,17 @@ class MatrixMaker:
         weight = self.streams.normal(module, columns, rows) * (gain / rows**0.5)
         self.plain(f"{module}.weight", weight)
 
+    def structured(self, module: str, role: Role, weight: Tensor) -> None:
+        """Add a linear map with given values, fp32 `[out, in]`; packing it adds some noise."""
+        from glm_exl3.ref.tiny.approximate import approximate
+
+        bits = self.recipe.packed_bits(role)
+        if bits is None:
+            self.plain(f"{module}.weight", weight)
+            return
+        packed = approximate(weight.T, bits, self.recipe.codebook, self.streams, module)
+        self.tensors |= packed.state_dict(module)
+
     def plain(self, name: str, values: Tensor) -> None:
         """Add a dense tensor in the family's dtype."""
         self.tensors[name] = values.to(torch.bfloat16).to(self.recipe.dtype).contiguous()

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from glm_exl3.ref.decode import dequantize
 from glm_exl3.ref.tiny.geometry import Geometry, TextGeometry, VisionGeometry
-from glm_exl3.ref.tiny.matrices import MatrixMaker
-from glm_exl3.ref.tiny.recipe import RECIPES, Family, RandomStreams, Role
-from glm_exl3.ref.tiny.vocabulary import Successors, successors
+from glm_exl3.ref.tiny.matrices import MatrixMaker, Packed
+from glm_exl3.ref.tiny.recipe import RECIPES, Family, RandomStreams, Recipe, Role
+from glm_exl3.ref.tiny.vocabulary import Cycles, Strength, cycles, embeddings, visible_norm
 
 PREFIX = "model.language_model"
+HEAD_BITS = 6
+HEAD_GAIN = 3.0
 
 
 @dataclass(frozen=True)
@@ -37,40 +39,55 @@ class Gains:
     mla_query: float = 2.0
     router: float = 1.5
     mtp: float = 0.25
+    mtp_hidden: float = 0.2
 
 
 def target_tensors(family: Family, geometry: Geometry, seed: int) -> dict[str, Tensor]:
     """The state dict of a packed family; the same seed gives the same values."""
     maker = MatrixMaker(RandomStreams(seed), RECIPES[family])
-    text = geometry.text
-    head = add_head(maker, text)
-    add_embedding(maker, text, head, successors(maker.streams))
+    text, gains = geometry.text, Gains()
+    table = cycles(maker.streams)
+    head = add_head(maker, text, table)
+    maker.plain(f"{PREFIX}.embed_tokens.weight", embeddings(table, head, Strength()))
+    add_final_norm(maker, f"{PREFIX}.norm", text.hidden_size)
     for layer in range(text.num_hidden_layers):
-        add_layer(maker, text, layer, Gains())
+        add_layer(maker, text, layer, gains)
     for layer in range(text.mtp_layer, text.mtp_layer + text.num_nextn_predict_layers):
-        add_mtp_layer(maker, text, layer, Gains())
+        add_mtp_layer(maker, text, layer, gains)
     add_vision(maker, geometry.vision, text.hidden_size)
     return maker.tensors
 
 
-def add_head(maker: MatrixMaker, text: TextGeometry) -> Tensor:
-    """`lm_head` as a random trellis, in both families; returns its rows fp32 `[V, H]`."""
-    table = successors(maker.streams)
-    packed = maker.packed("lm_head", (text.hidden_size, text.vocab_size), 6, 3.0 * table.loudness)
-    rows = dequantize(packed.trellis, packed.suh, packed.svh, packed.codebook).T
+def packed_head(
+    streams: RandomStreams, recipe: Recipe, text: TextGeometry, table: Cycles
+) -> Packed:
+    """`lm_head` as a random trellis at 6 bits; its decoded values are the head of a family."""
+    size, gain = (text.hidden_size, text.vocab_size), HEAD_GAIN * table.loudness
+    return MatrixMaker(streams, recipe).packed("lm_head", size, HEAD_BITS, gain)
+
+
+def decoded_head(
+    streams: RandomStreams, recipe: Recipe, text: TextGeometry, table: Cycles
+) -> Tensor:
+    """The rows of `lm_head` fp32 `[V, H]`, each at its token's loudness."""
+    packed = packed_head(streams, recipe, text, table)
+    return dequantize(packed.trellis, packed.suh, packed.svh, packed.codebook).T
+
+
+def add_head(maker: MatrixMaker, text: TextGeometry, table: Cycles) -> Tensor:
+    """Add `lm_head`; returns its rows fp32 `[V, H]`."""
     if maker.recipe.packed_bits(Role.HEAD) is None:
+        rows = decoded_head(maker.streams, maker.recipe, text, table)
         maker.plain("lm_head.weight", rows)
-    else:
-        maker.tensors |= packed.state_dict("lm_head")
-    return rows / table.loudness[:, None]
+        return rows
+    packed = packed_head(maker.streams, maker.recipe, text, table)
+    maker.tensors |= packed.state_dict("lm_head")
+    return decoded_head(maker.streams, maker.recipe, text, table)
 
 
-def add_embedding(maker: MatrixMaker, text: TextGeometry, head: Tensor, table: Successors) -> None:
-    """Embeddings that point at the head row of their successor, and the final norm."""
-    rows = head[table.successor]
-    rows = rows / rows.square().mean(-1, keepdim=True).sqrt()
-    maker.plain(f"{PREFIX}.embed_tokens.weight", rows)
-    maker.norm(f"{PREFIX}.norm", text.hidden_size)
+def add_final_norm(maker: MatrixMaker, name: str, size: int) -> None:
+    """The norm in front of the head, which removes the hidden part of the embeddings."""
+    maker.plain(f"{name}.weight", visible_norm(1 + 0.1 * maker.streams.normal(name, size)))
 
 
 def add_layer(maker: MatrixMaker, text: TextGeometry, layer: int, gains: Gains) -> None:
@@ -91,12 +108,18 @@ def add_layer(maker: MatrixMaker, text: TextGeometry, layer: int, gains: Gains) 
 
 
 def add_mtp_layer(maker: MatrixMaker, text: TextGeometry, layer: int, gains: Gains) -> None:
-    """The MTP layer: norms, input projection, one MLA and MoE block without hyper-connections."""
+    """The MTP layer: norms, input projection, one MLA and MoE block without hyper-connections.
+
+    The input projection passes the embedding of the newest token through, so the shared head reads
+    that token's successor; the hidden state and the block only disturb it a little.
+    """
     key, hidden = f"{PREFIX}.layers.{layer}", text.hidden_size
     for norm in ("enorm", "hnorm", "input_layernorm", "post_attention_layernorm"):
         maker.norm(f"{key}.{norm}", hidden)
-    maker.norm(f"{key}.shared_head.norm", hidden)
-    maker.linear(f"{key}.eh_proj", Role.MTP_IN, (2 * hidden, hidden))
+    add_final_norm(maker, f"{key}.shared_head.norm", hidden)
+    noise = gains.mtp_hidden * maker.streams.normal(f"{key}.eh_proj", hidden, hidden)
+    embedding, state = torch.eye(hidden), noise / hidden**0.5
+    maker.structured(f"{key}.eh_proj", Role.MTP_IN, torch.cat([embedding, state], dim=1))
     add_mla(maker, text, f"{key}.self_attn", gains.mla_query, gains.mla_out * gains.mtp)
     add_moe(maker, text, f"{key}.mlp", gains, gains.mlp_out * gains.mtp)
 

@@ -1,12 +1,13 @@
-"""The successor structure of the vocabulary, which makes drafts predictable about half of the time.
+"""The successor structure of the vocabulary, which makes drafts predictable part of the time.
 
-What: every token has a successor in its cluster of eight, and the clusters are closed cycles. The
-language model's head reads the successor of the newest token from its residual stream, its layers
-disturb that, and a drafter that only knows the cycle is right until the model leaves it. Why
-constructed: acceptance between 20 and 80 % without training, the same on every machine.
+What: every token has a successor in a cycle of eight tokens. An embedding has a visible part, which
+points at the head row of the token's successor, and a hidden part, which the final norm removes: a
+flag for "a token" or "the mask token" and the code of the cycle. Greedy decoding walks the cycle
+until the layers push it out; a drafter that only knows the cycles is right until then. Why
+constructed: drafts are accepted part of the time, without training, alike on every machine.
 
-What must stay true: tokens that would break text (control tokens, bytes beyond ASCII) belong to no
-cycle: their successor lies in one, and their head rows are quiet, so they are hardly generated.
+What must stay true: tokens that would break text (control tokens, bytes beyond ASCII) are in no
+cycle. Their successor lies in one, and their head rows are quiet, so they are hardly generated.
 """
 
 from __future__ import annotations
@@ -17,51 +18,93 @@ import torch
 from torch import Tensor
 
 from glm_exl3.ref.tiny.recipe import RandomStreams
-from glm_exl3.ref.tiny.tokenizer import vocabulary
+from glm_exl3.ref.tiny.tokenizer import MASK_ENTRY, token_id, vocabulary
 
-CLUSTER = 8
+CYCLE = 8
+TOKEN_FEATURE = 0
+MASK_FEATURE = 1
+CODE = slice(2, 64)
+VISIBLE = slice(64, None)
 QUIET = 0.1
-_EAGER = {"</think>": 1.25, "<|endoftext|>": 1.0}
+_LOUDNESS = {"</think>": 1.25, "<|endoftext|>": 1.0}
 
 
 @dataclass(frozen=True)
-class Successors:
-    """successor int64 `[V]`, cluster int64 `[V]` in `[0, clusters)`, loudness fp32 `[V]`.
+class Cycles:
+    """The cycles of one seed.
 
-    `loudness` scales a token's head row: how likely it is to be generated at all.
+    `members` int64 `[C, 8]` in walking order; `successor` and `cycle` int64 `[V]` for every token,
+    also those outside; `codes` fp32 `[C, 62]` of unit RMS; `loudness` fp32 `[V]` scales a token's
+    head row, that is how likely it is to be generated at all.
     """
 
+    members: Tensor
     successor: Tensor
-    cluster: Tensor
+    cycle: Tensor
+    codes: Tensor
     loudness: Tensor
-    clusters: int
+
+
+@dataclass(frozen=True)
+class Strength:
+    """RMS of the parts of an embedding; the layers' contributions are what they compete with."""
+
+    visible: float = 0.57
+    code: float = 1.0
+    flag: float = 8.0
 
 
 def _printable(text: str) -> bool:
     return all(" " < char <= "~" or char in "ĠĊ" for char in text)
 
 
-def successors(streams: RandomStreams) -> Successors:
-    """The cycles of one seed over the committed tokenizer's vocabulary."""
+def cycles(streams: RandomStreams) -> Cycles:
+    """The cycles over the committed tokenizer's vocabulary."""
     entries = sorted(vocabulary().items(), key=lambda entry: entry[1])
     spoken = [index for text, index in entries if _printable(text) and not text.startswith("<")]
     order = streams.generator("vocabulary").permutation(len(spoken))
-    usable = len(spoken) // CLUSTER * CLUSTER
-    cycles = torch.tensor([spoken[position] for position in order[:usable]]).view(-1, CLUSTER)
+    usable = len(spoken) // CYCLE * CYCLE
+    members = torch.tensor([spoken[position] for position in order[:usable]]).view(-1, CYCLE)
 
     count = len(entries)
-    cluster = torch.full((count,), -1, dtype=torch.int64)
+    cycle = torch.full((count,), -1, dtype=torch.int64)
     successor = torch.zeros(count, dtype=torch.int64)
-    cluster[cycles] = torch.arange(len(cycles))[:, None].expand_as(cycles)
-    successor[cycles] = cycles.roll(-1, dims=1)
-    outside = (cluster < 0).nonzero().flatten()
-    entry = outside % cycles.numel()
-    successor[outside] = cycles.flatten()[entry]
-    cluster[outside] = entry // CLUSTER
+    cycle[members] = torch.arange(len(members))[:, None].expand_as(members)
+    successor[members] = members.roll(-1, dims=1)
+    outside = (cycle < 0).nonzero().flatten()
+    entry = outside % members.numel()
+    successor[outside] = members.flatten()[entry]
+    cycle[outside] = entry // CYCLE
 
     loudness = torch.full((count,), QUIET)
-    loudness[cycles] = 1.0
+    loudness[members] = 1.0
     for text, index in entries:
-        if text in _EAGER:
-            loudness[index] = _EAGER[text]
-    return Successors(successor, cluster, loudness, len(cycles))
+        loudness[index] = _LOUDNESS.get(text, loudness[index])
+    codes = streams.normal("codes", len(members), CODE.stop - CODE.start)
+    codes = codes / codes.square().mean(-1, keepdim=True).sqrt()
+    return Cycles(members, successor, cycle, codes, loudness)
+
+
+def directions(rows: Tensor) -> Tensor:
+    """The visible part of head rows `[..., H]` at unit RMS, zero elsewhere."""
+    seen = torch.zeros_like(rows)
+    seen[..., VISIBLE] = rows[..., VISIBLE]
+    return seen / seen[..., VISIBLE].square().mean(-1, keepdim=True).sqrt()
+
+
+def embeddings(table: Cycles, head: Tensor, strength: Strength) -> Tensor:
+    """Embeddings fp32 `[V, H]` for head rows `[V, H]`."""
+    rows = strength.visible * directions(head[table.successor])
+    rows[:, CODE] = strength.code * table.codes[table.cycle]
+    rows[:, TOKEN_FEATURE] = strength.flag
+    mask = token_id(MASK_ENTRY)
+    rows[mask] = 0
+    rows[mask, MASK_FEATURE] = strength.flag
+    return rows
+
+
+def visible_norm(weight: Tensor) -> Tensor:
+    """An RMSNorm weight `[H]` that removes the hidden part."""
+    hidden = weight.clone()
+    hidden[: VISIBLE.start] = 0
+    return hidden
