@@ -130,7 +130,7 @@ class Exl3LinearMethod(LinearMethodBase):
         free = split_prefix(self.prefix)[1] in FREE_WIDTH
         geometry = layer_geometry(layer, input_size, output_size, free_width=free)
         shards = [
-            make_shard(part, source, self.facts.modules.get(source.module))
+            make_shard(self.facts, part, source)
             for part, source in zip(geometry, self.sources, strict=True)
         ]
         device = torch.empty(0).device

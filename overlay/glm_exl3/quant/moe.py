@@ -22,7 +22,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from glm_exl3.format.errors import FormatError
 from glm_exl3.format.layout import TILE, MatrixLayout, codebook_of
-from glm_exl3.format.sharding import Cut, block_cuts
+from glm_exl3.format.sharding import Cut
 from glm_exl3.ops import library, reference, table
 from glm_exl3.ops.matrix import Exl3Stack
 from glm_exl3.quant.facts import Facts
@@ -34,6 +34,7 @@ from glm_exl3.quant.params import (
     cut_tiles,
     missing,
 )
+from glm_exl3.quant.shards import module_cuts
 
 PLACEHOLDERS = tuple(f"{stack}_{leaf}" for stack in ("w13", "w2") for leaf in PACKED_LEAVES)
 _ROLE = {"trellis": "trellis", "suh": "suh", "su": "suh", "svh": "svh", "sv": "svh"}
@@ -253,7 +254,9 @@ class Exl3MoEMethod(FusedMoEMethodBase):
                 tensor=f"{self.names[0]}.gate_proj.trellis",
             )
         intermediate = int(self.moe.intermediate_size)
-        cut = block_cuts(intermediate, int(self.moe.tp_size))[int(self.moe.tp_rank)]
+        gate = f"{self.names[0]}.gate_proj"
+        cuts = module_cuts(self.facts, gate, intermediate, int(self.moe.tp_size))
+        cut = cuts[int(self.moe.tp_rank)]
         geometry = ExpertGeometry(hidden_size, intermediate, cut, num_experts)
         collector = ExpertCollector(geometry, self.names, self.facts, torch.empty(0).device)
         layer.exl3_collector = collector

@@ -15,6 +15,7 @@ from typing import Any
 from glm_exl3.format.errors import FormatError
 from glm_exl3.format.layout import HADAMARD, MatrixLayout
 from glm_exl3.format.sharding import Cut, block_cuts
+from glm_exl3.quant.facts import Facts
 from glm_exl3.quant.names import Source
 
 Key = int | str | None
@@ -63,59 +64,69 @@ def _whole(size: int) -> Cut:
     return Cut(0, size, size)
 
 
-def _cut(geometry: Geometry, size: int, module: str) -> Cut:
+def module_cuts(facts: Facts, module: str, size: int, ranks: int) -> tuple[Cut, ...]:
+    """`block_cuts` whose FormatError names file and tensor of the module that cannot be cut."""
+    try:
+        return block_cuts(size, ranks)
+    except FormatError as error:
+        raise facts.error(
+            f"{module}.trellis", code=error.code, seen=error.seen, why=error.why, fix=error.fix
+        ) from error
+
+
+def _packed_cut(facts: Facts, geometry: Geometry, size: int, module: str) -> Cut:
     rank, ranks = geometry.ranks
     if ranks == 1:
         return _whole(size)
-    cuts = block_cuts(size, ranks)
+    cuts = module_cuts(facts, module, size, ranks)
     if not geometry.free_width and len({cut.stop - cut.start for cut in cuts}) > 1:
-        raise FormatError(
+        raise facts.error(
+            f"{module}.trellis",
             code="tp-cut",
-            seen=f"{module} has {size} features on its cut side, {ranks} ranks need equal shares "
-            f"of whole {HADAMARD}-blocks",
+            seen=f"{size} features on the cut side, {ranks} ranks need equal shares of whole "
+            f"{HADAMARD}-blocks",
             why="a packed matrix can only be cut between Hadamard blocks",
             fix=f"choose a tensor-parallel size that divides the blocks ({size // HADAMARD} here)",
-            tensor=f"{module}.trellis",
         )
     return cuts[rank]
 
 
-def _dense_cut(geometry: Geometry, size: int, module: str) -> Cut:
-    """Equal shares without block alignment; the same blocks as packed siblings if widths are
-    free."""
+def _dense_cut(facts: Facts, geometry: Geometry, size: int, module: str) -> Cut:
+    """Equal shares without block alignment; blocks like packed siblings if widths are free."""
     rank, ranks = geometry.ranks
     if geometry.free_width and ranks > 1:
-        return block_cuts(size, ranks)[rank]
+        return module_cuts(facts, module, size, ranks)[rank]
     width = size // ranks
     return Cut(rank * width, (rank + 1) * width, width)
 
 
-def make_shard(geometry: Geometry, source: Source, layout: MatrixLayout | None) -> Shard:
+def make_shard(facts: Facts, geometry: Geometry, source: Source) -> Shard:
     """Tie a geometry to its checkpoint matrix.
 
     A packed matrix may be larger than the model's only by the converter's zero padding to the next
     multiple of 128, and only on a side that is not cut. Raises FormatError for other sizes and for
     cuts that do not fit the blocks.
     """
+    layout = facts.modules.get(source.module)
     sizes = [geometry.in_features, geometry.out_features]
     if layout is not None:
         stored = [layout.in_features, layout.out_features // source.parts]
         for side, (want, have) in enumerate(zip(sizes, stored, strict=True)):
             padded = -(-want // HADAMARD) * HADAMARD
             if have != want and (have != padded or geometry.cut == side):
-                raise FormatError(
+                raise facts.error(
+                    f"{source.module}.trellis",
                     code="shape",
-                    seen=f"{source.module} stores {stored[0]} x {stored[1]} features, "
-                    f"the model needs {sizes[0]} x {sizes[1]}",
+                    seen=f"stores {stored[0]} x {stored[1]} features, the model needs "
+                    f"{sizes[0]} x {sizes[1]}",
                     why="configuration and checkpoint do not belong together",
                     fix="use the config.json that was stored with these weights",
-                    tensor=f"{source.module}.trellis",
                 )
         sizes = stored
-    cutter = _dense_cut if layout is None else _cut
+    cutter = _dense_cut if layout is None else _packed_cut
     cuts = [_whole(size) for size in sizes]
     if geometry.cut is not None:
-        cuts[geometry.cut] = cutter(geometry, sizes[geometry.cut], source.module)
+        cuts[geometry.cut] = cutter(facts, geometry, sizes[geometry.cut], source.module)
     return Shard(geometry, source, layout, cuts[0], cuts[1])
 
 
