@@ -134,8 +134,14 @@ def layer_geometry(
     layer: Any, input_size: int, output_size: int, *, free_width: bool
 ) -> tuple[Geometry, ...]:
     """The sub-matrices of a vLLM linear layer, from the attributes its constructor set."""
-    from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.linear import (
+        QKVParallelLinear,
+        ReplicatedLinear,
+        RowParallelLinear,
+    )
 
+    if isinstance(layer, ReplicatedLinear):
+        return (Geometry(None, input_size, output_size),)
     ranks = (int(layer.tp_rank), int(layer.tp_size))
     if isinstance(layer, RowParallelLinear):
         return (Geometry(None, input_size, output_size, 0, ranks, free_width),)

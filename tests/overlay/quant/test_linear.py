@@ -173,6 +173,20 @@ def test_a_module_without_trellis_keeps_vllms_method(packed, exl3_config, at_ran
     assert isinstance(layer.quant_method, UnquantizedLinearMethod)
 
 
+def test_a_replicated_layer_is_whole_on_every_rank(packed, exl3_config, at_rank, load) -> None:
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    at_rank(1, 2)
+    whole = packed(128, 256)
+    config = exl3_config(whole.named("a.wq_b"))
+    layer = ReplicatedLinear(
+        128, 256, bias=False, quant_config=config, prefix="a.wq_b", params_dtype=torch.float32
+    )
+    load(layer, whole.tensors)
+    x = inputs(128)
+    close(finish(layer)(x)[0], product(x, whole))
+
+
 def test_zero_padding_of_the_converter_is_trimmed(packed, exl3_config, at_rank, load) -> None:
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
