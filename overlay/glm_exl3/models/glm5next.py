@@ -17,7 +17,7 @@ from vllm.models.glm5next import Glm5NextForCausalLM, Glm5NextForConditionalGene
 
 from glm_exl3.models import naming
 from glm_exl3.models.attention import exl3_config
-from glm_exl3.quant.completeness import Naming
+from glm_exl3.quant.completeness import Naming, Taker
 from glm_exl3.quant.loading import load_checked
 from glm_exl3.quant.startup import compare_digests, prepare_model
 
@@ -32,12 +32,16 @@ def prepare(vllm_config: Any) -> None:
 def text_naming(model: Any) -> Naming:
     """Naming of the flat text model."""
     layers = int(model.config.num_hidden_layers)
+    sibling = naming.like_mtp(model.config)
 
     def to_vllm(name: str) -> str | None:
-        own = not naming.is_mtp(name, layers) and not name.startswith(naming.VISION)
-        return naming.text_name(name) if own else None
+        return None if naming.is_mtp(name, layers) else naming.text_name(name)
 
-    return Naming(to_vllm)
+    def knows(name: str, taker: Taker) -> bool:
+        like = naming.mtp_sibling(name, sibling)
+        return like is None or taker(like)
+
+    return Naming(to_vllm, knows)
 
 
 class Exl3Glm5NextForCausalLM(Glm5NextForCausalLM):
@@ -65,14 +69,22 @@ class Exl3Glm5NextForConditionalGeneration(Glm5NextForConditionalGeneration):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def _naming(self) -> Naming:
-        layers = int(self.config.text_config.num_hidden_layers)
+        text = self.config.text_config
+        layers, sibling = int(text.num_hidden_layers), naming.like_mtp(text)
         blind = isinstance(self.visual, (StageMissingLayer, PPMissingLayer))
+        tower = naming.tower_modules(self.config.vision_config) if blind else frozenset()
 
         def to_vllm(name: str) -> str | None:
             skipped = naming.is_mtp(name, layers) or (blind and name.startswith(naming.VISION))
             return None if skipped else naming.composite_name(name)
 
-        return Naming(to_vllm)
+        def knows(name: str, taker: Taker) -> bool:
+            if name.startswith(naming.VISION):
+                return name.rpartition(".")[0] in tower
+            like = naming.mtp_sibling(name, sibling)
+            return like is None or taker(f"language_model.{like}")
+
+        return Naming(to_vllm, knows)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         config = exl3_config(self.language_model.vllm_config)

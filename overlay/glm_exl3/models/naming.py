@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
+
+from glm_exl3.quant.names import PACKED_LEAVES
 
 LANGUAGE = "model.language_model."
 VISION = "model.visual."
 _LAYER = re.compile(r"^(?P<stem>(?:model\.)?layers)\.(?P<index>\d+)\.(?P<rest>.+)$")
 
-MTP_OWN = ("enorm.weight", "hnorm.weight", "eh_proj", "shared_head.norm.weight")
-MTP_SHARED = ("embed_tokens.weight", "shared_head.head.")
+MTP_OWN = (
+    "enorm.weight",
+    "hnorm.weight",
+    "shared_head.norm.weight",
+    *(f"eh_proj.{leaf}" for leaf in ("weight", *PACKED_LEAVES)),
+)
+MTP_SHARED = (
+    "embed_tokens.weight",
+    *(f"shared_head.head.{leaf}" for leaf in ("weight", *PACKED_LEAVES)),
+)
 """Tensors of the MTP block that the target's own take the place of."""
 
 
@@ -69,6 +80,36 @@ def composite_name(name: str) -> str:
     return f"language_model.{name}" if name.startswith("lm_head.") else name
 
 
+def mtp_sibling(name: str, sibling: int | None) -> str | None:
+    """The tensor that a hidden layer of the same kind has in place of one of the MTP block.
+
+    None for what only the MTP block has. `sibling` is the index of such a layer; without one
+    nothing can be compared.
+    """
+    match = _LAYER.match(text_name(name))
+    assert match is not None
+    if match["rest"] in (*MTP_OWN, *MTP_SHARED) or sibling is None:
+        return None
+    return f"model.layers.{sibling}.{match['rest']}"
+
+
+def like_mtp(text_config: Any) -> int | None:
+    """Index of the last hidden layer built like the MTP block: MLA with routed experts."""
+    kinds = zip(text_config.layer_types, text_config.mlp_layer_types, strict=False)
+    found = [i for i, (a, m) in enumerate(kinds) if a != "linear_attention" and m == "sparse"]
+    return found[-1] if found else None
+
+
+def tower_modules(vision_config: Any) -> frozenset[str]:
+    """Checkpoint modules of the vision tower, from transformers' own model, without memory."""
+    import torch
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        tower = AutoModel.from_config(vision_config)
+    return frozenset(f"{VISION}{name.rpartition('.')[0]}" for name in tower.state_dict())
+
+
 def mtp_name(name: str, hidden_layers: int) -> str | None:
     """A tensor name as the MTP model has it, or None when the MTP model does not take it."""
     if not is_mtp(name, hidden_layers):
@@ -76,9 +117,9 @@ def mtp_name(name: str, hidden_layers: int) -> str | None:
     match = _LAYER.match(text_name(name))
     assert match is not None
     rest = match["rest"]
-    if rest.startswith(MTP_SHARED):
+    if rest in MTP_SHARED:
         return None
-    block = "" if rest.startswith(MTP_OWN) else "mtp_block."
+    block = "" if rest in MTP_OWN else "mtp_block."
     return f"model.layers.{match['index']}.{block}{rest}"
 
 

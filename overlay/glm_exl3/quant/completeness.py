@@ -35,15 +35,21 @@ _EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.\d+\.(?P<part>\w+)\.(?P<leaf>\
 _STACK = {part: "w2" if shard == "w2" else "w13" for shard, part in EXPERT_SHARDS.items()}
 
 
+Taker = Callable[[str], bool]
+"""Whether the model has a parameter for a module under a name of its own, packed or dense."""
+
+
 @dataclass(frozen=True)
 class Naming:
     """How one model names what a checkpoint holds.
 
     `to_vllm` maps a tensor name into the model's names, or to None for tensors that are not this
-    model's business; `optional` matches parameters that need no tensor.
+    model's business; `knows` says of those whether any model of this architecture would take them.
+    `optional` matches parameters that need no tensor.
     """
 
     to_vllm: Callable[[str], str | None]
+    knows: Callable[[str, Taker], bool] = lambda name, taker: True
     optional: tuple[re.Pattern[str], ...] = ()
     splits_fused: bool = True
 
@@ -64,9 +70,19 @@ def check_headers(model: torch.nn.Module, facts: Facts, naming: Naming) -> None:
     parameters = dict(model.named_parameters())
     ignored = [re.compile(pattern) for pattern in envs.IGNORE_TENSORS.read()]
     coverage = _Coverage()
+
+    def taker(name: str) -> bool:
+        stem, leaf = split_prefix(name)
+        leaves = {leaf, *(("weight", *PACKED_LEAVES) if leaf in ("weight", *PACKED_LEAVES) else ())}
+        return any(next(_targets(stem + leaf, parameters, naming), None) for leaf in leaves)
+
     for tensor in facts.index.tensors:
         name = naming.to_vllm(tensor)
-        if name is None or any(pattern.search(tensor) for pattern in ignored):
+        if any(pattern.search(tensor) for pattern in ignored):
+            continue
+        if name is None:
+            if not naming.knows(tensor, taker):
+                raise _nobody(facts, tensor)
             continue
         targets = list(_targets(name, parameters, naming))
         if not targets:
