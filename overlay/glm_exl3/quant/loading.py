@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from glm_exl3 import envs
 from glm_exl3.format.errors import FormatError, GlmExl3Error
-from glm_exl3.quant.completeness import Naming, check_headers
+from glm_exl3.log import logger
+from glm_exl3.quant.completeness import Naming, check_headers, ignored_patterns
 from glm_exl3.quant.facts import Facts
 from glm_exl3.quant.names import CONV_FUSED, CONV_PARTS, KDA_FUSED, KDA_FUSED_PARTS
 
@@ -26,6 +28,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 _FUSED = re.compile(
     rf"^(?P<stem>.*\.self_attn\.)(?P<module>{KDA_FUSED}|{CONV_FUSED})\.(?P<leaf>\w+)$"
 )
+_log = logger(__name__)
 _active: ContextVar[bool] = ContextVar("exl3_load_active", default=False)
 
 
@@ -55,12 +58,15 @@ class _Stream:
     def __init__(self, weights: Weights, *, split: bool) -> None:
         self._weights = weights
         self._split = split
+        self._ignored = ignored_patterns()
         self.current: str | None = None
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._weights:
             self.current = name
-            if self._split:
+            if any(pattern.search(name) for pattern in self._ignored):
+                _log.warning("tensor %s is ignored as %s asks", name, envs.IGNORE_TENSORS.name)
+            elif self._split:
                 yield from split_fused(name, tensor)
             else:
                 yield name, tensor
