@@ -76,6 +76,20 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Parsed JSON object of `path`. Raises FormatError as `read_json` does, or for another kind."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise FormatError(
+            code="json",
+            seen=f"the file holds a JSON {type(content).__name__}, not an object",
+            why="it is not the file its name says",
+            fix=RELOAD,
+            file=str(path),
+        )
+    return content
+
+
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Tensors of one file. Raises FormatError for a missing, truncated or inconsistent file."""
 
@@ -95,6 +109,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             header = json.loads(stream.read(length))
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise refuse("shard-header", f"the header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise refuse("shard-header", "the header is no JSON object")
     entries = {
         name: _entry(path, name, fields, 8 + length, refuse)
         for name, fields in header.items()
@@ -118,7 +134,8 @@ def _entry(path: Path, name: str, fields: Any, base: int, refuse: Any) -> Tensor
     for extent in shape:
         items *= extent
     expected = items * ITEM_BYTES.get(dtype, 0)
-    if dtype not in ITEM_BYTES or min(shape, default=0) < 0 or stop - start != expected:
+    legal = dtype in ITEM_BYTES and min(shape, default=0) >= 0 and start >= base
+    if not legal or stop - start != expected:
         raise refuse(
             "shard-header", f"{dtype} {list(shape)} does not fill {stop - start} bytes", name
         )

@@ -9,7 +9,7 @@ every packed matrix is complete and legal, and gate and up of one expert agree i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from glm_exl3.format.headers import (
     TensorEntry,
     overlapping,
     read_header,
-    read_json,
+    read_object,
 )
 from glm_exl3.format.layout import TILE, MatrixLayout, codebook_of, layout_of
 
@@ -61,15 +61,7 @@ class CheckpointIndex:
         index_path = folder / INDEX_FILE
         if not index_path.exists():
             return cls(folder, _checked(folder / SINGLE_FILE))
-        weight_map = read_json(index_path).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise FormatError(
-                code="index",
-                seen="the index has no weight_map",
-                why="the shards cannot be found",
-                fix=RELOAD,
-                file=str(index_path),
-            )
+        weight_map = _weight_map(index_path)
         tensors: dict[str, TensorEntry] = {}
         for shard in sorted(set(weight_map.values())):
             tensors |= _promised(folder / shard, weight_map, shard)
@@ -78,6 +70,22 @@ class CheckpointIndex:
     @cached_property
     def modules(self) -> dict[str, MatrixLayout]:
         return exl3_modules(self)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Tensor name -> name of the shard beside the index."""
+    weight_map = read_object(path).get("weight_map")
+    if isinstance(weight_map, dict) and weight_map:
+        shards = set(map(str, weight_map.values()))
+        if all(shard == Path(shard).name for shard in shards):
+            return {name: str(shard) for name, shard in weight_map.items()}
+    raise FormatError(
+        code="index",
+        seen="the index has no weight_map of tensor names to file names",
+        why="the shards cannot be found",
+        fix=RELOAD,
+        file=str(path),
+    )
 
 
 def _checked(path: Path) -> dict[str, TensorEntry]:
@@ -130,6 +138,8 @@ def exl3_modules(index: CheckpointIndex) -> dict[str, MatrixLayout]:
         if leaf in PACKED_LEAVES:
             leaves.setdefault(module, {})[leaf] = entry
     modules = {name: _module_layout(name, leaves[name]) for name in sorted(leaves)}
+    for name, layout in modules.items():
+        _check_companions(index, name, layout)
     _compare_gate_and_up(index, modules)
     return modules
 
@@ -168,6 +178,29 @@ def _module_layout(name: str, leaves: Mapping[str, TensorEntry]) -> MatrixLayout
     file = str(trellis.file)
     codebook = codebook_of(name, markers["mcg"], markers["mul1"], file=file)
     return layout_of(name, trellis.shape, codebook, lengths["suh"], lengths["svh"], file=file)
+
+
+def _check_companions(index: CheckpointIndex, name: str, layout: MatrixLayout) -> None:
+    """A packed matrix has no dense twin, and its bias covers its outputs."""
+    dense, bias = index.tensors.get(f"{name}.weight"), index.tensors.get(f"{name}.bias")
+    if dense is not None:
+        raise FormatError(
+            code="packed-and-dense",
+            seen="the matrix is stored packed and dense",
+            why="the two may differ and only one can be served",
+            fix="convert the checkpoint again",
+            file=str(dense.file),
+            tensor=f"{name}.weight",
+        )
+    if bias is not None and bias.shape != (layout.out_features,):
+        raise FormatError(
+            code="bias",
+            seen=f"the bias has shape {list(bias.shape)} for {layout.out_features} outputs",
+            why="bias and trellis belong to different matrices",
+            fix=RELOAD,
+            file=str(bias.file),
+            tensor=f"{name}.bias",
+        )
 
 
 def _marker(name: str, kind: str, entry: TensorEntry) -> int:
@@ -241,16 +274,18 @@ class CheckpointReport:
 def check_config(folder: Path) -> dict[str, Any]:
     """`config.json` of `folder`. Raises FormatError when a key that vLLM needs is missing."""
     path = folder / "config.json"
-    config = read_json(path)
-    architectures = config.get("architectures") if isinstance(config, dict) else None
-    if not architectures:
+    config = read_object(path)
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
         raise _lacks(path, "architectures")
     if architectures[0] in TARGET_ARCHITECTURES:
         text = config.get("text_config", config)
+        if not isinstance(text, dict):
+            raise _lacks(path, "text_config")
         for key in REQUIRED_TEXT_KEYS:
             if key not in text:
                 raise _lacks(path, key)
-    return dict(config)
+    return config
 
 
 def _lacks(path: Path, key: str) -> FormatError:
@@ -289,17 +324,31 @@ def _compare_storage(folder: Path, index: CheckpointIndex) -> None:
     path = folder / "quantization_config.json"
     if not path.exists():
         return
-    storage = read_json(path).get("tensor_storage") or {}
-    for module in storage.values():
-        for name, promised in (module.get("stored_tensors") or {}).items():
-            entry = index.tensors.get(name)
-            if entry is None or list(entry.shape) != list(promised["shape"]):
-                found = "absent" if entry is None else f"of shape {list(entry.shape)}"
-                raise FormatError(
-                    code="storage",
-                    seen=f"the tensor is {found}, {path.name} promises {promised['shape']}",
-                    why="metadata and weights belong to different versions of the checkpoint",
-                    fix=RELOAD,
-                    file=str(path if entry is None else entry.file),
-                    tensor=name,
-                )
+    for name, shape in _promised_shapes(path):
+        entry = index.tensors.get(name)
+        if entry is None or list(entry.shape) != shape:
+            found = "absent" if entry is None else f"of shape {list(entry.shape)}"
+            raise FormatError(
+                code="storage",
+                seen=f"the tensor is {found}, {path.name} promises {shape}",
+                why="metadata and weights belong to different versions of the checkpoint",
+                fix=RELOAD,
+                file=str(path if entry is None else entry.file),
+                tensor=name,
+            )
+
+
+def _promised_shapes(path: Path) -> Iterator[tuple[str, list[int]]]:
+    storage = read_object(path).get("tensor_storage") or {}
+    try:
+        for module in storage.values():
+            for name, promised in (module.get("stored_tensors") or {}).items():
+                yield str(name), [int(size) for size in promised["shape"]]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(
+            code="json",
+            seen=f"tensor_storage is malformed ({error!r})",
+            why="it may have been written by another tool",
+            fix=f"{RELOAD}, or delete it: the weights do not need it",
+            file=str(path),
+        ) from error
