@@ -1,0 +1,98 @@
+// What the kernels take and the launch functions the bindings call. Plain data, no torch.
+//
+// All pointers are device pointers. `Type` codes: 0 float32, 1 float16, 2 bfloat16. Codebook codes:
+// 0 3inst, 1 mcg, 2 mul1. A launch function returns the CUDA error of its launches (0 = success) or
+// kUnsupported when no compiled instance covers the arguments.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+namespace exl3 {
+
+constexpr int kUnsupported = -1;
+
+// How many ways the MoE decode kernels cut k, at most: `wanted` unless zero. Fixed by the number of
+// tokens alone, as which experts meet is unknown on the host.
+constexpr int moe_split(int tokens, int wanted) {
+    return wanted > 0 ? (wanted < 8 ? wanted : 8) : tokens > 1 && tokens <= 32 ? 1 : 2;
+}
+
+// One packed matrix family: `experts` matrices of k x n, `parts` of them side by side (2 for
+// gate/up), trellis [experts, parts, k/16, n/16, 16K], suh [experts, parts, k], svh [.., n].
+struct Packed {
+    const uint32_t* trellis;
+    const void* suh;
+    const void* svh;
+    int k, n;
+    int bits;      // K
+    int codebook;  // see above
+};
+
+struct MoeArguments {
+    const void* x;  // [tokens, hidden]
+    void* out;      // [tokens, hidden]
+    int x_type, out_type;
+    const void* topk_ids;  // [tokens, top_k] int32 or int64
+    int ids_are_64_bit;
+    const float* topk_weights;  // [tokens, top_k]
+    const int* expert_map;      // global expert -> local or -1; null: identity
+    int tokens, top_k, experts;
+    Packed w13, w2;
+    int same_suh;  // gate and up share their input scales: w13.suh is [experts, 1, k]
+    float limit;   // clamp of gate and up; infinity: none
+    int* counters;    // moe_decode_counters of them: zero before the first call, left zero by each
+    void* workspace;  // moe_decode_workspace_bytes bytes
+    int split_k;      // 0: chosen from the shape
+};
+
+struct LinearArguments {
+    const void* x;  // [tokens, k]
+    void* out;      // [tokens, n]
+    int x_type, out_type;
+    const void* bias;  // [n] half or null
+    int tokens;
+    Packed w;
+    int* counters;    // linear_decode_counters of them, under the same rule
+    void* workspace;  // linear_decode_workspace_bytes bytes
+    int split_k;
+};
+
+int64_t moe_decode_counters(int tokens, int top_k, int hidden, int intermediate);
+int64_t moe_decode_workspace_bytes(int tokens, int top_k, int hidden, int intermediate, int split_k);
+int moe_decode(const MoeArguments& arguments, cudaStream_t stream);
+
+// Many tokens on Hopper: the same arguments (counters unused), another workspace.
+int64_t moe_prefill_workspace_bytes(int tokens, int top_k, int hidden, int intermediate, int experts,
+                                    int inputs);
+int moe_prefill(const MoeArguments& arguments, cudaStream_t stream);
+
+int64_t linear_decode_counters(int tokens, int n);
+int64_t linear_decode_workspace_bytes(int tokens, int k, int n);
+int linear_decode(const LinearArguments& arguments, cudaStream_t stream);
+
+// out [k, n] (or its transpose [n, k]) of any type = the dequantised matrix; rotated: the inner
+// matrix only. `bits2` = 2K, so that half rates are integers.
+struct DequantArguments {
+    const uint32_t* trellis;
+    const void* suh;
+    const void* svh;
+    void* out;
+    int out_type, k, n, bits2, codebook, rotated;
+};
+int dequant(const DequantArguments& arguments, cudaStream_t stream);
+
+// out = had128(x * pre) * post over the last dimension; pre and post are half or null.
+struct HadamardArguments {
+    const void* x;
+    const void* pre;
+    const void* post;
+    void* out;
+    int x_type, out_type;
+    int64_t rows;
+    int width;
+};
+int hadamard(const HadamardArguments& arguments, cudaStream_t stream);
+
+}  // namespace exl3

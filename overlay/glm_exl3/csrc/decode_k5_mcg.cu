@@ -1,0 +1,9 @@
+#include "decode_instances.cuh"
+
+namespace exl3 {
+
+template int gate_up_instance<5, Codebook::kMcg>(const MoeArguments&, cudaStream_t);
+template int down_instance<5, Codebook::kMcg>(const MoeArguments&, cudaStream_t);
+template int linear_instance<5, Codebook::kMcg>(const LinearArguments&, cudaStream_t);
+
+}  // namespace exl3

@@ -1,0 +1,112 @@
+// The 128-point Hadamard transform of one warp: lane l holds elements 4l..4l+3 in float32.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace exl3 {
+
+constexpr float kHadamardScale = 0.08838834764831845f;  // 1 / sqrt(128)
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+struct Quad {
+    float v[4];
+};
+
+// Natural (Sylvester) order, scaled by 1/sqrt(128): its own inverse.
+__device__ __forceinline__ Quad hadamard128(Quad q, int lane) {
+    const float a = q.v[0] + q.v[1], b = q.v[0] - q.v[1];
+    const float c = q.v[2] + q.v[3], d = q.v[2] - q.v[3];
+    q.v[0] = (a + c) * kHadamardScale;
+    q.v[1] = (b + d) * kHadamardScale;
+    q.v[2] = (a - c) * kHadamardScale;
+    q.v[3] = (b - d) * kHadamardScale;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const float sign = (lane & step) ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float other = __shfl_xor_sync(kFullWarp, q.v[i], step);
+            q.v[i] = fmaf(q.v[i], sign, other);
+        }
+    }
+    return q;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, step));
+    }
+    return value;
+}
+
+__device__ __forceinline__ float largest(const Quad& q) {
+    return fmaxf(fmaxf(fabsf(q.v[0]), fabsf(q.v[1])), fmaxf(fabsf(q.v[2]), fabsf(q.v[3])));
+}
+
+// Power of two that brings a largest magnitude of `bound` to [2^(target-1), 2^target]; 1 for zero.
+__device__ __forceinline__ float power_of_two_scale(float bound, int target) {
+    if (!(bound > 0.0f) || !(bound < 3.0e38f)) return 1.0f;
+    const int exponent = static_cast<int>((__float_as_uint(bound) >> 23) & 255u) - 126;
+    const int wanted = max(-120, min(120, target - exponent));
+    return __uint_as_float(static_cast<uint32_t>(wanted + 127) << 23);
+}
+
+// Four consecutive numbers at element offset `index`, as floats. Types: 0 float, 1 half, 2 bfloat16.
+enum class Type : int { kFloat = 0, kHalf = 1, kBFloat16 = 2 };
+
+__device__ __forceinline__ Quad load_quad(const __half* source) {
+    const uint2 raw = *reinterpret_cast<const uint2*>(source);
+    const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&raw.x));
+    const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&raw.y));
+    return {{a.x, a.y, b.x, b.y}};
+}
+
+__device__ __forceinline__ Quad load_quad(const void* source, Type type, int64_t index) {
+    if (type == Type::kHalf) return load_quad(static_cast<const __half*>(source) + index);
+    if (type == Type::kFloat) {
+        const float4 f = *reinterpret_cast<const float4*>(static_cast<const float*>(source) + index);
+        return {{f.x, f.y, f.z, f.w}};
+    }
+    const uint2 raw =
+        *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(source) + index);
+    return {{__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u),
+             __uint_as_float(raw.y << 16), __uint_as_float(raw.y & 0xffff0000u)}};
+}
+
+__device__ __forceinline__ void store_quad(void* target, Type type, int64_t index, const Quad& q) {
+    if (type == Type::kFloat) {
+        *reinterpret_cast<float4*>(static_cast<float*>(target) + index) =
+            make_float4(q.v[0], q.v[1], q.v[2], q.v[3]);
+    } else if (type == Type::kHalf) {
+        __half2 pair[2] = {__floats2half2_rn(q.v[0], q.v[1]), __floats2half2_rn(q.v[2], q.v[3])};
+        *reinterpret_cast<uint2*>(static_cast<__half*>(target) + index) =
+            *reinterpret_cast<uint2*>(pair);
+    } else {
+        __nv_bfloat162 pair[2] = {__floats2bfloat162_rn(q.v[0], q.v[1]),
+                                  __floats2bfloat162_rn(q.v[2], q.v[3])};
+        *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(target) + index) =
+            *reinterpret_cast<uint2*>(pair);
+    }
+}
+
+__device__ __forceinline__ Quad operator*(Quad a, const Quad& b) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.v[i] *= b.v[i];
+    return a;
+}
+
+__device__ __forceinline__ Quad operator*(Quad a, float b) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.v[i] *= b;
+    return a;
+}
+
+__device__ __forceinline__ Quad operator+(Quad a, const Quad& b) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.v[i] += b.v[i];
+    return a;
+}
+
+}  // namespace exl3

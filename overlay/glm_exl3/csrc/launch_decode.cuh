@@ -1,0 +1,155 @@
+// Host side of the decode kernels: shapes to grids, for one K and codebook.
+#pragma once
+
+#include <algorithm>
+
+#include "linear_decode.cuh"
+#include "moe_decode.cuh"
+
+namespace exl3 {
+
+constexpr int kBlocksPerLaunch = 528;  // four blocks on each of 132 multiprocessors
+constexpr int kEnoughBlocks = 3 * kBlocksPerLaunch;
+constexpr int kFusedRotation = 2;  // up to so many tokens every block rotates for itself
+constexpr int kBlockBytes = 54 * 1024;  // shared memory with which four blocks fit there
+
+inline int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// How many ways to cut k: all blocks at once if they are few, else so many that the last, partly
+// filled round of blocks weighs little.
+inline int split_for(int blocks, int k_blocks, int wanted) {
+    const int most = std::min(k_blocks, kMaxSplit);
+    if (wanted > 0) return std::min(wanted, most);
+    if (blocks * 8 <= kBlocksPerLaunch) return most;
+    int split = 1;
+    while (split < 4 && split * 2 <= most && blocks * split < kEnoughBlocks) split *= 2;
+    return split;
+}
+
+// Raises the dynamic shared memory limit once per kernel and device.
+template <typename Kernel>
+int allow_shared(Kernel kernel, int bytes) {
+    if (bytes <= 32 * 1024) return 0;  // the default limit, less static shared memory
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+template <typename... Parameters, typename... Arguments>
+int launch(void (*kernel)(Parameters...), dim3 grid, int bytes, cudaStream_t stream, bool dependent,
+           Arguments... arguments) {
+    if (const int error = allow_shared(kernel, bytes)) return error;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = dependent ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+inline bool supports_dependent_launch() {
+    static const bool supported = [] {
+        int device = 0, major = 0;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+        return major >= 9;
+    }();
+    return supported;
+}
+
+inline DecodeScratch carve(const MoeArguments& a) {
+    const int64_t pairs = static_cast<int64_t>(a.tokens) * a.top_k;
+    const int64_t hidden = a.w13.k, intermediate = a.w13.n;
+    unsigned char* at = static_cast<unsigned char*>(a.workspace);
+    const auto take = [&at](int64_t bytes) {
+        unsigned char* start = at;
+        at += aligned(bytes);
+        return start;
+    };
+    DecodeScratch s;
+    s.gate_counters = a.counters;
+    s.down_counters = a.counters + pairs * (intermediate / 128);
+    s.intermediate_scale = reinterpret_cast<float*>(take(pairs * (intermediate / 128) * 4));
+    s.intermediate = reinterpret_cast<__half*>(take(pairs * intermediate * 2));
+    s.down_parts = reinterpret_cast<float*>(take(pairs * hidden * moe_split(a.tokens, a.split_k) * 4));
+    s.gate_parts = reinterpret_cast<float*>(at);
+    return s;
+}
+
+// As many rows of `row_bytes` as leave room for four blocks on a multiprocessor, one to eight.
+inline int row_cap(int tokens, int ring_bytes, int row_bytes) {
+    return std::max(1, std::min({8, tokens, (kBlockBytes - ring_bytes) / row_bytes}));
+}
+
+// k cut into parts of whole 128-blocks, all but the last equal.
+struct Parts {
+    int count, size;
+    Parts(int k, int wanted) {
+        const int blocks = k / 128, each = (blocks + wanted - 1) / wanted;
+        size = each * 128;
+        count = (blocks + each - 1) / each;
+    }
+};
+
+template <int K, Codebook C>
+int launch_gate_up(const MoeArguments& a, cudaStream_t stream) {
+    using Work = Stream<K, C, 1, 2>;
+    const Parts parts(a.w13.k, moe_split(a.tokens, a.split_k));
+    const int row_bytes = parts.size * 2 * (a.same_suh ? 1 : 2);
+    const int cap = row_cap(a.tokens, Work::kRingBytes, row_bytes);
+    const int bytes = std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes);
+    return launch(moe_gate_up<K, C, 1>, dim3(a.w13.n / 128, a.tokens * a.top_k, parts.count), bytes,
+                  stream, false, a, carve(a), parts.count, parts.size, cap);
+}
+
+template <int K, Codebook C>
+int launch_down(const MoeArguments& a, cudaStream_t stream) {
+    using Work = Stream<K, C, 1, 1>;
+    const Parts parts(a.w2.k, moe_split(a.tokens, a.split_k));
+    const int row_bytes = parts.size * 2;
+    const int cap = row_cap(a.tokens, Work::kRingBytes, row_bytes);
+    const int bytes = std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes);
+    return launch(moe_down<K, C, 1>, dim3(a.w2.n / 128, a.tokens * a.top_k, parts.count), bytes, stream,
+                  supports_dependent_launch(), a, carve(a), parts.count, parts.size, cap);
+}
+
+template <int K, Codebook C, int NT>
+int launch_linear(const LinearArguments& a, cudaStream_t stream) {
+    using Work = Stream<K, C, NT, 1>;
+    const int groups = (a.tokens + Work::kRows - 1) / Work::kRows;
+    const int rows = std::min(Work::kRows, a.tokens);
+    const int blocks = a.w.n / 128, k_blocks = a.w.k / 128;
+    int split = split_for(groups * blocks, k_blocks, a.split_k);
+    // Keep the activations of a block within its share of shared memory.
+    const int budget = (NT == 1 ? kBlockBytes : 2 * kBlockBytes) - Work::kRingBytes;
+    while (split < k_blocks && split < kMaxSplit &&
+           rows * ((k_blocks + split - 1) / split) * 256 > budget) {
+        ++split;
+    }
+    const Parts parts(a.w.k, split);
+    const int bytes = std::max(Work::kRingBytes + rows * parts.size * 2, Work::kReduceBytes);
+    unsigned char* at = static_cast<unsigned char*>(a.workspace);
+    LinearScratch s;
+    s.counters = a.counters;
+    s.scales = reinterpret_cast<float*>(at);
+    at += aligned(a.tokens * 4);
+    s.rotated = reinterpret_cast<__half*>(at);
+    at += aligned(static_cast<int64_t>(a.tokens) * a.w.k * 2);
+    s.parts = reinterpret_cast<float*>(at);
+    const dim3 grid(blocks, groups, parts.count);
+    if (a.tokens <= kFusedRotation) {
+        return launch(linear_few_tokens<K, C, NT, false>, grid, bytes, stream, false, a, s, parts.count,
+                      parts.size);
+    }
+    if (const int error = launch(rotate_tokens, dim3((a.w.k + 1023) / 1024, a.tokens), 0, stream, false,
+                                 a, s, Work::kRows)) {
+        return error;
+    }
+    return launch(linear_few_tokens<K, C, NT, true>, grid, bytes, stream, supports_dependent_launch(),
+                  a, s, parts.count, parts.size);
+}
+
+}  // namespace exl3

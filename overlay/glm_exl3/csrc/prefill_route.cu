@@ -1,0 +1,132 @@
+// Routing, rotation and combination around the prefill products.
+#include <algorithm>
+
+#include "prefill.cuh"
+
+namespace exl3 {
+
+constexpr int kMaxExperts = 1024;
+
+namespace {
+
+// Sorts pairs by expert and cuts each expert's rows into tiles; one block of kMaxExperts threads.
+__global__ void __launch_bounds__(kMaxExperts) route_kernel(const MoeArguments a,
+                                                           const PrefillScratch s) {
+    __shared__ int count[kMaxExperts], rows[kMaxExperts], tiles[kMaxExperts];
+    const int me = threadIdx.x, pairs = a.tokens * a.top_k;
+    count[me] = 0;
+    __syncthreads();
+    for (int pair = me; pair < pairs; pair += kMaxExperts) {
+        const int expert = local_expert(a, expert_of(a, pair));
+        if (expert >= 0) atomicAdd(&count[expert], 1);
+    }
+    __syncthreads();
+    const int mine = count[me], my_tiles = (mine + kTileRows - 1) / kTileRows;
+    rows[me] = mine;
+    tiles[me] = my_tiles;
+    __syncthreads();
+    for (int step = 1; step < kMaxExperts; step *= 2) {
+        const int r = me >= step ? rows[me - step] : 0, t = me >= step ? tiles[me - step] : 0;
+        __syncthreads();
+        rows[me] += r;
+        tiles[me] += t;
+        __syncthreads();
+    }
+    const int first = rows[me] - mine, first_tile = tiles[me] - my_tiles;
+    if (me == kMaxExperts - 1) *s.tile_count = tiles[me];
+    for (int t = 0; t < my_tiles; ++t) {
+        s.tiles[first_tile + t] = {me, first + t * kTileRows, min(kTileRows, mine - t * kTileRows), 0};
+    }
+    __syncthreads();
+    count[me] = first;
+    __syncthreads();
+    for (int pair = me; pair < pairs; pair += kMaxExperts) {
+        const int expert = local_expert(a, expert_of(a, pair));
+        if (expert < 0) continue;
+        const int row = atomicAdd(&count[expert], 1);
+        s.row_pair[row] = pair;
+        s.row_expert[row] = expert;
+    }
+}
+
+// A power of two per expert that keeps the rotated down input inside half range whatever the tokens.
+__global__ void __launch_bounds__(kThreads) down_scale_kernel(const MoeArguments a,
+                                                             const PrefillScratch s) {
+    __shared__ float bounds[kWarps];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const __half* suh = static_cast<const __half*>(a.w2.suh) +
+                        static_cast<int64_t>(blockIdx.x) * a.w2.k;
+    float bound = 0.0f;
+    for (int at = threadIdx.x * 4; at < a.w2.k; at += kThreads * 4) {
+        bound = fmaxf(bound, largest(load_quad(suh + at)));
+    }
+    bound = warp_max(bound);
+    if (lane == 0) bounds[warp] = bound;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    for (int w = 1; w < kWarps; ++w) bound = fmaxf(bound, bounds[w]);
+    const float limit = a.limit < 64.0f ? a.limit * a.limit : kUnlimitedActivation;
+    s.down_scale[blockIdx.x] = power_of_two_scale(bound * limit, 12);
+}
+
+// Rotates the rows of one pair; grid (pairs, inputs).
+__global__ void __launch_bounds__(kThreads) rotate_pairs_kernel(const MoeArguments a,
+                                                               const PrefillScratch s) {
+    __shared__ float bounds[kWarps][1];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int pair = s.row_pair[blockIdx.x], expert = s.row_expert[blockIdx.x];
+    const int inputs = gridDim.y, hidden = a.w13.k;
+    const __half* suh = static_cast<const __half*>(a.w13.suh) +
+                        (static_cast<int64_t>(expert) * inputs + blockIdx.y) * hidden;
+    const Type x_type = static_cast<Type>(a.x_type);
+    const int64_t index = static_cast<int64_t>(pair / a.top_k) * hidden;
+    const float bound = row_bound(a.x, x_type, index, suh, hidden, warp, lane);
+    if (lane == 0) bounds[warp][0] = bound;
+    __syncthreads();
+    const float scale = row_scale(bounds, 0);
+    const int64_t row = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
+    if (threadIdx.x == 0) s.row_scale[row] = 1.0f / scale;
+    for (int block = warp * 128; block < hidden; block += kWarps * 128) {
+        const int at = block + lane * 4;
+        const Quad q = load_quad(a.x, x_type, index + at) * load_quad(suh + at);
+        store_quad(s.rotated, Type::kHalf, row * hidden + at, hadamard128(q * scale, lane));
+    }
+}
+
+// out[token] = sum of its pairs in order; one block a token and 1024 columns.
+__global__ void __launch_bounds__(kThreads) combine_kernel(const MoeArguments a,
+                                                          const PrefillScratch s) {
+    const int token = blockIdx.y, column = (blockIdx.x * kThreads + threadIdx.x) * 4;
+    if (column >= a.w2.n) return;
+    Quad sum = {};
+    for (int j = 0; j < a.top_k; ++j) {
+        const int pair = token * a.top_k + j;
+        if (local_expert(a, expert_of(a, pair)) < 0) continue;
+        sum = sum + load_quad(s.routed, Type::kBFloat16, static_cast<int64_t>(pair) * a.w2.n + column);
+    }
+    store_quad(a.out, static_cast<Type>(a.out_type), static_cast<int64_t>(token) * a.w2.n + column, sum);
+}
+
+}  // namespace
+
+// Rows of experts that live elsewhere are not sorted in.
+int prefill_before(const MoeArguments& a, const PrefillScratch& s, cudaStream_t stream) {
+    const int pairs = a.tokens * a.top_k, inputs = a.same_suh ? 1 : 2;
+    if (a.experts > kMaxExperts) return kUnsupported;
+    // Tail rows of pairs without a local expert name pair 0 and expert 0: harmless rotations instead
+    // of a count the host would have to wait for.
+    if (const auto error = cudaMemsetAsync(s.row_pair, 0, pairs * 4, stream)) return error;
+    if (const auto error = cudaMemsetAsync(s.row_expert, 0, pairs * 4, stream)) return error;
+    route_kernel<<<1, kMaxExperts, 0, stream>>>(a, s);
+    down_scale_kernel<<<a.experts, kThreads, 0, stream>>>(a, s);
+    rotate_pairs_kernel<<<dim3(pairs, inputs), kThreads, 0, stream>>>(a, s);
+    return cudaGetLastError();
+}
+
+int prefill_after(const MoeArguments& a, const PrefillScratch& s, cudaStream_t stream) {
+    combine_kernel<<<dim3((a.w2.n + 4 * kThreads - 1) / (4 * kThreads), a.tokens), kThreads, 0,
+                     stream>>>(a, s);
+    return cudaGetLastError();
+}
+
+}  // namespace exl3

@@ -1,0 +1,240 @@
+"""The CUDA back end: `torch.ops.glm_exl3_cuda.*` behind the interface of the back-end table.
+
+Shapes decide the kernel: few tokens go to the streaming kernels, which decode weights in registers;
+many tokens of a dense matrix go through one decoded copy and the vendor's matrix product. Rates and
+codebooks without a fast instance take that second way at any size.
+
+Counters that the kernels leave at zero are kept per device and stream; scratch memory comes from
+torch's allocator at every call, so graph capture keeps it inside the graph's pool.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from glm_exl3.format.layout import Codebook
+from glm_exl3.ops import ext
+from glm_exl3.ops.matrix import Exl3Stack, PackedMatrix
+
+_CODES = {Codebook.INST3: 0, Codebook.MCG: 1, Codebook.MUL1: 2}
+_FAST_RATES = frozenset({2, 3, 4, 5, 6})
+_FAST_CODEBOOKS = frozenset({Codebook.MCG, Codebook.MUL1})
+STREAMED_TOKENS = 64
+TILED_TOKENS = 16384
+TILED_CAPABILITY = 9
+_counters: dict[tuple[torch.device, int, str], torch.Tensor] = {}
+
+
+def _ops() -> Any:
+    ext.load()
+    return torch.ops.glm_exl3_cuda
+
+
+def has_fast_kernel(trellis: torch.Tensor, codebook: Codebook) -> bool:
+    """Whether the streaming kernels have an instance for this rate and codebook."""
+    rate, rest = divmod(int(trellis.shape[-1]), 16)
+    return rest == 0 and rate in _FAST_RATES and codebook in _FAST_CODEBOOKS
+
+
+def _zeroed_counters(device: torch.device, kind: str, count: int) -> torch.Tensor:
+    key = (device, torch.cuda.current_stream(device).cuda_stream, kind)
+    held = _counters.get(key)
+    if held is None or held.numel() < count:
+        held = torch.zeros(max(count, 1 << 16), dtype=torch.int32, device=device)
+        _counters[key] = held
+    return held
+
+
+def _scratch(device: torch.device, size_bytes: int) -> torch.Tensor:
+    return torch.empty(max(size_bytes, 16), dtype=torch.uint8, device=device)
+
+
+def dequant(matrix: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """W [k, n] in `dtype` (fp32, fp16 or bf16), decoded and rotated in fp32."""
+    out = torch.empty(
+        matrix.in_features, matrix.out_features, dtype=dtype, device=matrix.trellis.device
+    )
+    _ops().dequant(matrix.trellis, matrix.suh, matrix.svh, _CODES[matrix.codebook], out)
+    return out
+
+
+def had128(
+    x: torch.Tensor, pre: torch.Tensor | None = None, post: torch.Tensor | None = None
+) -> torch.Tensor:
+    """had128(x * pre) * post over the last dimension, fp32 inside, x.dtype out; scales fp16."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _ops().had128(x.contiguous(), pre, post, out)
+    return out
+
+
+def linear(x: torch.Tensor, matrix: PackedMatrix, split_k: int = 0) -> torch.Tensor:
+    """x [..., k] -> [..., n] in x.dtype (fp16, bf16 or fp32)."""
+    rows = x.reshape(-1, x.shape[-1])
+    tokens, features = rows.shape[0], matrix.out_features
+    if tokens == 0:
+        return x.new_empty((*x.shape[:-1], features))
+    if tokens > STREAMED_TOKENS or not has_fast_kernel(matrix.trellis, matrix.codebook):
+        return torch.matmul(x, dequant(matrix, x.dtype))
+    ops = _ops()
+    out = torch.empty(tokens, features, dtype=x.dtype, device=x.device)
+    ops.linear_decode(
+        rows.contiguous(),
+        matrix.trellis,
+        matrix.suh,
+        matrix.svh,
+        _CODES[matrix.codebook],
+        None,
+        split_k,
+        _zeroed_counters(x.device, "linear", ops.linear_decode_counters(tokens, features)),
+        _scratch(x.device, ops.linear_decode_workspace(tokens, rows.shape[1], features)),
+        out,
+    )
+    return out.reshape(*x.shape[:-1], features)
+
+
+def prepare_moe(w13: Exl3Stack, w2: Exl3Stack) -> tuple[Exl3Stack, Exl3Stack]:
+    """Gate and up that share their input scales keep one copy: suh [E, 1, k], one rotation."""
+    if w13.suh.shape[1] == 2 and torch.equal(w13.suh[:, 0], w13.suh[:, 1]):
+        w13 = Exl3Stack(w13.trellis, w13.suh[:, :1].contiguous(), w13.svh, w13.codebook)
+    return w13, w2
+
+
+def moe(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: Exl3Stack,
+    w2: Exl3Stack,
+    limit: float | None,
+    expert_map: torch.Tensor | None = None,
+    split_k: int = 0,
+) -> torch.Tensor:
+    """Routed sum [T, H] of this rank in x.dtype: weight * down(swiglu(gate(x), up(x))).
+
+    x [T, H], topk_ids int32 or int64 [T, k] (global ids), topk_weights [T, k]; `expert_map` int32
+    gives the local expert or -1.
+    """
+    if not (
+        has_fast_kernel(w13.trellis, w13.codebook) and has_fast_kernel(w2.trellis, w2.codebook)
+    ):
+        return _moe_by_expert(x, topk_ids, topk_weights, w13, w2, limit, expert_map)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.shape[0] == 0:
+        return out
+    call = _RoutedCall(
+        x.contiguous(),
+        topk_ids.contiguous(),
+        topk_weights.to(torch.float32).contiguous(),
+        None if expert_map is None else expert_map.to(torch.int32),
+        w13,
+        w2,
+        math.inf if limit is None else limit,
+    )
+    if call.prefers_tiles():
+        call.run_tiled(out)
+    else:
+        call.run_streamed(out, split_k)
+    return out
+
+
+@dataclass(frozen=True)
+class _RoutedCall:
+    """Contiguous inputs of one call of the routed experts, and the two ways to run it."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    expert_map: torch.Tensor | None
+    w13: Exl3Stack
+    w2: Exl3Stack
+    limit: float
+
+    def _stacks(self) -> tuple[object, ...]:
+        return (
+            self.expert_map,
+            self.w13.trellis,
+            self.w13.suh,
+            self.w13.svh,
+            _CODES[self.w13.codebook],
+            self.w2.trellis,
+            self.w2.suh,
+            self.w2.svh,
+            _CODES[self.w2.codebook],
+            self.limit,
+        )
+
+    def _sizes(self, tokens: int) -> tuple[int, int, int, int]:
+        return tokens, self.ids.shape[1], self.x.shape[1], self.w2.trellis.shape[1] * 16
+
+    def prefers_tiles(self) -> bool:
+        """Tiles need Hopper's warpgroup multiply and enough rows to fill them."""
+        capability = torch.cuda.get_device_capability(self.x.device)
+        return self.x.shape[0] > STREAMED_TOKENS and capability[0] == TILED_CAPABILITY
+
+    def run_tiled(self, out: torch.Tensor) -> None:
+        ops, device = _ops(), self.x.device
+        for start in range(0, self.x.shape[0], TILED_TOKENS):
+            part = slice(start, min(start + TILED_TOKENS, self.x.shape[0]))
+            sizes = self._sizes(part.stop - part.start)
+            experts, inputs = self.w13.trellis.shape[0], self.w13.suh.shape[1]
+            size_bytes = ops.moe_prefill_workspace(*sizes, experts, inputs)
+            ops.moe_prefill(
+                self.x[part],
+                self.ids[part],
+                self.weights[part],
+                *self._stacks(),
+                _scratch(device, size_bytes),
+                out[part],
+            )
+
+    def run_streamed(self, out: torch.Tensor, split_k: int) -> None:
+        ops, device = _ops(), self.x.device
+        for start in range(0, self.x.shape[0], STREAMED_TOKENS):
+            part = slice(start, min(start + STREAMED_TOKENS, self.x.shape[0]))
+            sizes = self._sizes(part.stop - part.start)
+            ops.moe_decode(
+                self.x[part],
+                self.ids[part],
+                self.weights[part],
+                *self._stacks(),
+                split_k,
+                _zeroed_counters(device, "moe", ops.moe_decode_counters(*sizes)),
+                _scratch(device, ops.moe_decode_workspace(*sizes, split_k)),
+                out[part],
+            )
+
+
+def _moe_by_expert(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: Exl3Stack,
+    w2: Exl3Stack,
+    limit: float | None,
+    expert_map: torch.Tensor | None,
+) -> torch.Tensor:
+    """Any rate and codebook, one expert after the other; the expert list visits the host."""
+    from glm_exl3.ref.moe import swiglu_clamped
+
+    local = topk_ids.to(torch.int64)
+    if expert_map is not None:
+        local = expert_map.to(torch.int64)[local]
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in torch.unique(local).tolist():
+        if expert < 0:
+            continue
+        tokens, slots = torch.where(local == expert)
+        halves = []
+        for i in (0, 1):
+            scales = w13.suh[expert, min(i, w13.suh.shape[1] - 1)]
+            matrix = PackedMatrix(w13.trellis[expert, i], scales, w13.svh[expert, i], w13.codebook)
+            halves.append(linear(x[tokens], matrix).to(torch.float32))
+        hidden = swiglu_clamped(halves[0], halves[1], limit).to(x.dtype)
+        down = PackedMatrix(w2.trellis[expert], w2.suh[expert], w2.svh[expert], w2.codebook)
+        routed = linear(hidden, down).to(torch.float32)
+        out.index_add_(0, tokens, routed * topk_weights[tokens, slots, None])
+    return out.to(x.dtype)

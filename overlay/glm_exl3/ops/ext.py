@@ -1,0 +1,167 @@
+"""The compiled library: where it is, how it is built, whether it can run here.
+
+One shared library holds every CUDA kernel behind `torch.ops.glm_exl3_cuda.*`. It uses libtorch's
+stable ABI, so a file built once serves several torch releases. Images carry it beside this package;
+elsewhere `build` makes it with nvcc and keeps it in the user's cache under a digest of its sources,
+so changed sources never meet an old library. Importing this module does neither.
+
+Torch releases before 2.11 are refused: they lack parts of the ABI the library is built against.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from glm_exl3.format.errors import GlmExl3Error
+
+LIBRARY_NAME = "libglm_exl3_cuda.so"
+SOURCES = Path(__file__).resolve().parent.parent / "csrc"
+SHIPPED = Path(__file__).resolve().parent / LIBRARY_NAME
+ARCHITECTURES = ("8.0", "9.0a", "12.0", "12.1")
+MINIMUM_TORCH = (2, 11)
+# The ABI the library is compiled against; see torch/headeronly/version.h.
+_TARGET_TORCH = "0x020b000000000000"
+
+
+def source_digest() -> str:
+    """Twelve hex digits over the names and contents of all compiled sources."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.glob("*.c*")) + sorted(SOURCES.glob("*.h")):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def cached_library() -> Path:
+    """Where a locally built library of these sources belongs."""
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "glm_exl3" / source_digest() / LIBRARY_NAME
+
+
+def find_library() -> Path | None:
+    """The shipped library, else one built from these very sources, else None."""
+    return next((path for path in (SHIPPED, cached_library()) if path.is_file()), None)
+
+
+def nvcc() -> Path | None:
+    """The CUDA compiler of CUDA_HOME or of PATH."""
+    home = os.environ.get("CUDA_HOME")
+    found = Path(home) / "bin" / "nvcc" if home else None
+    if found is None or not found.is_file():
+        located = shutil.which("nvcc")
+        found = Path(located) if located else None
+    return found.resolve() if found else None
+
+
+def _generate_flags(architectures: tuple[str, ...]) -> list[str]:
+    flags = []
+    for architecture in architectures:
+        number = architecture.replace(".", "")
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+    return flags
+
+
+def compile_commands(
+    compiler: Path, objects: Path, architectures: tuple[str, ...] = ARCHITECTURES
+) -> list[list[str]]:
+    """One command per translation unit, writing `objects`/NAME.o."""
+    include = Path(torch.__file__).parent / "include"
+    shared = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+    commands = []
+    for source in sorted(SOURCES.glob("*.cu")) + sorted(SOURCES.glob("*.cpp")):
+        command = [
+            str(compiler),
+            *shared,
+            "-c",
+            str(source),
+            "-o",
+            str(objects / f"{source.stem}.o"),
+        ]
+        if source.suffix == ".cu":
+            command += _generate_flags(architectures)
+        else:
+            command += [f"-DTORCH_TARGET_VERSION={_TARGET_TORCH}", "-DUSE_CUDA", f"-I{include}"]
+        commands.append(command)
+    return commands
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise GlmExl3Error(
+            code="extension",
+            seen=f"{' '.join(command)} failed: {result.stderr[-2000:]}",
+            why="the CUDA kernels are not built without it",
+            fix="use CUDA 13.0 with a host compiler it supports, or the prebuilt image",
+        )
+
+
+def build(
+    target: Path | None = None,
+    architectures: tuple[str, ...] = ARCHITECTURES,
+    jobs: int = 1,
+) -> Path:
+    """Compile and link all sources into `target` (default: the cache) and return it.
+
+    Raises GlmExl3Error when nvcc is missing or fails.
+    """
+    compiler = nvcc()
+    if compiler is None:
+        raise GlmExl3Error(
+            code="extension",
+            seen="no nvcc in CUDA_HOME or PATH",
+            why="the CUDA kernels must be compiled once for this machine",
+            fix="install the CUDA 13.0 toolkit or use the prebuilt image",
+        )
+    target = target or cached_library()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        objects = Path(folder)
+        commands = compile_commands(compiler, objects, architectures)
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(_run, commands))
+        linked = objects / LIBRARY_NAME
+        library = Path(torch.__file__).parent / "lib"
+        names = [str(path) for path in sorted(objects.glob("*.o"))]
+        libraries = [f"-L{library}", "-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10"]
+        _run([str(compiler), "-shared", "-cudart", "static", "-o", str(linked), *names, *libraries])
+        staged = target.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(linked, staged)
+        staged.replace(target)
+    return target
+
+
+@cache
+def load() -> Path:
+    """Register the operators, building the library first where it is missing; idempotent.
+
+    Returns the file loaded. Raises GlmExl3Error when it can be neither found nor built.
+    """
+    path = find_library()
+    if path is None:
+        major, minor = torch.cuda.get_device_capability()
+        name = f"{major}.{minor}" + ("a" if (major, minor) == (9, 0) else "")
+        path = build(architectures=(name,), jobs=os.cpu_count() or 1)
+    torch.ops.load_library(str(path))
+    return path
+
+
+def refusal(capability: tuple[int, int] | None) -> str | None:
+    """Why the compiled kernels cannot run on a device of `capability`, or None."""
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if release < MINIMUM_TORCH:
+        return f"torch {torch.__version__} is older than {MINIMUM_TORCH[0]}.{MINIMUM_TORCH[1]}"
+    if capability is None or capability < (8, 0):
+        return f"compute capability {capability} is below 8.0"
+    if find_library() is None and nvcc() is None:
+        return "the library is not built and there is no nvcc to build it"
+    return None
