@@ -53,13 +53,18 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Storage of one family: bits per packed role, the codebook, the dtype of everything else."""
+    """Storage of one family: bits per packed role, the codebook, the dtype of everything else.
+
+    `pull` is the RMS of the visible part of the embeddings, which decides how often greedy decoding
+    follows a cycle of `vocabulary`; it is measured per family, since the layers' values differ.
+    """
 
     codebook: Codebook
     bits: Mapping[Role, int]
     dtype: torch.dtype
     fused_kda: bool
     shared_gate_scales: bool
+    pull: float = 0.0
 
     def packed_bits(self, role: Role) -> int | None:
         """K of a role, or None where it is stored densely."""
@@ -73,6 +78,7 @@ RECIPES: Mapping[Family, Recipe] = {
         dtype=torch.bfloat16,
         fused_kda=False,
         shared_gate_scales=True,
+        pull=0.58,
     ),
     Family.FULL: Recipe(
         codebook=Codebook.MUL1,
@@ -93,6 +99,7 @@ RECIPES: Mapping[Family, Recipe] = {
         dtype=torch.float16,
         fused_kda=True,
         shared_gate_scales=False,
+        pull=0.6,
     ),
 }
 

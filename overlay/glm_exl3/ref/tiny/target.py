@@ -20,7 +20,7 @@ from glm_exl3.ref.decode import dequantize
 from glm_exl3.ref.tiny.geometry import Geometry, TextGeometry, VisionGeometry
 from glm_exl3.ref.tiny.matrices import MatrixMaker, Packed
 from glm_exl3.ref.tiny.recipe import RECIPES, Family, RandomStreams, Recipe, Role
-from glm_exl3.ref.tiny.vocabulary import Cycles, Strength, cycles, embeddings, visible_norm
+from glm_exl3.ref.tiny.vocabulary import Cycles, cycles, embeddings, visible_norm
 
 PREFIX = "model.language_model"
 HEAD_BITS = 6
@@ -48,7 +48,7 @@ def target_tensors(family: Family, geometry: Geometry, seed: int) -> dict[str, T
     text, gains = geometry.text, Gains()
     table = cycles(maker.streams)
     head = add_head(maker, text, table)
-    maker.plain(f"{PREFIX}.embed_tokens.weight", embeddings(table, head, Strength()))
+    maker.plain(f"{PREFIX}.embed_tokens.weight", embeddings(table, head, maker.recipe.pull))
     add_final_norm(maker, f"{PREFIX}.norm", text.hidden_size)
     for layer in range(text.num_hidden_layers):
         add_layer(maker, text, layer, gains)

@@ -26,6 +26,8 @@ MASK_FEATURE = 1
 CODE = slice(2, 64)
 VISIBLE = slice(64, None)
 QUIET = 0.1
+CODE_RMS = 1.0
+FLAG = 8.0
 _LOUDNESS = {"</think>": 1.25, "<|endoftext|>": 1.0}
 
 
@@ -43,15 +45,6 @@ class Cycles:
     cycle: Tensor
     codes: Tensor
     loudness: Tensor
-
-
-@dataclass(frozen=True)
-class Strength:
-    """RMS of the parts of an embedding; the layers' contributions are what they compete with."""
-
-    visible: float = 0.57
-    code: float = 1.0
-    flag: float = 8.0
 
 
 def _printable(text: str) -> bool:
@@ -92,14 +85,14 @@ def directions(rows: Tensor) -> Tensor:
     return seen / seen[..., VISIBLE].square().mean(-1, keepdim=True).sqrt()
 
 
-def embeddings(table: Cycles, head: Tensor, strength: Strength) -> Tensor:
-    """Embeddings fp32 `[V, H]` for head rows `[V, H]`."""
-    rows = strength.visible * directions(head[table.successor])
-    rows[:, CODE] = strength.code * table.codes[table.cycle]
-    rows[:, TOKEN_FEATURE] = strength.flag
+def embeddings(table: Cycles, head: Tensor, pull: float) -> Tensor:
+    """Embeddings fp32 `[V, H]` for head rows `[V, H]`; `pull` is the RMS of the visible part."""
+    rows = pull * directions(head[table.successor])
+    rows[:, CODE] = CODE_RMS * table.codes[table.cycle]
+    rows[:, TOKEN_FEATURE] = FLAG
     mask = token_id(MASK_ENTRY)
     rows[mask] = 0
-    rows[mask, MASK_FEATURE] = strength.flag
+    rows[mask, MASK_FEATURE] = FLAG
     return rows
 
 
