@@ -30,7 +30,12 @@ from glm_launch.ui import Ui
 FOLDER = MODELS / "demo"
 SOURCES = ("overlay/glm_exl3/format", "overlay/glm_exl3/ref")
 QUESTION = "Name three things that a tensor-parallel rank must agree on with its neighbours."
-DEFAULTS = {"SPEC_METHOD": "none", "DFLASH_TOKENS": 3, "MAX_MODEL_LEN": 2048}
+DEFAULTS = {
+    "SPEC_METHOD": "none",
+    "DFLASH_TOKENS": 3,
+    "MAX_MODEL_LEN": 2048,
+    "LANGUAGE_MODEL_ONLY": True,
+}
 ANSWER_TOKENS = 64
 MEASURED_TOKENS = 128
 LOOK_S = 0.5

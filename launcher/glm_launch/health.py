@@ -33,6 +33,7 @@ PHASES: tuple[tuple[str, re.Pattern[str] | None], ...] = (
     ("waiting for a first answer", re.compile(r"Application startup complete")),
 )  # fmt: skip
 _ERROR = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception|Exit))(?:: |\()(.+)$")
+_NO_ERROR = re.compile(r"\b(DEBUG|INFO|WARNING)\b")
 _WRAPPERS = ("See root cause", "initialization failed", "Engine core proc", "died unexpectedly")
 
 
@@ -174,11 +175,11 @@ def describe_exit(code: int) -> str:
 
 
 def cause(log: Path) -> str:
-    """The first error a log speaks of, wrappers left out; else its last line."""
+    """The first error of a log, warnings and wrappers left out; else its last line."""
     lines = last_lines(log, 2000)
     for line in lines:
         match = _ERROR.search(line)
-        if match and not any(wrapper in line for wrapper in _WRAPPERS):
+        if match and not _NO_ERROR.search(line) and not any(w in line for w in _WRAPPERS):
             return f"{match[1].rpartition('.')[2]}: {match[2].strip()}"
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 

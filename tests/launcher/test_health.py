@@ -71,6 +71,7 @@ def test_phases_follow_the_log_and_never_go_back(tmp_path: Path) -> None:
             "FormatError: a.safetensors: x.trellis: bad",
         ),
         ("ValueError: first\nKeyError: 'second'\n", "ValueError: first"),
+        ("WARNING ulimit: OSError: [Errno 24]\nKeyError: 'w2'\n", "KeyError: 'w2'"),
         ("all is well\nKilled\n\n", "Killed"),
         ("", ""),
     ],
