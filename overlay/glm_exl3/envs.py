@@ -9,6 +9,7 @@ call: a test or an operator changes the variable, not a cached copy. Variables o
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,15 @@ def _seconds(value: str) -> float:
 
 def _names(value: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def _patterns(value: str) -> tuple[str, ...]:
+    for pattern in _names(value):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    return _names(value)
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ JOIN_TIMEOUT_S = Knob(
 IGNORE_TENSORS = Knob(
     "GLM_EXL3_IGNORE_TENSORS",
     (),
-    _names,
+    _patterns,
     "comma-separated regular expressions of checkpoint tensors that nobody has to take",
 )
 ACCEPT_PATCHES = Knob(
