@@ -308,11 +308,11 @@ def check_images(nodes: Sequence[tuple[NodeFacts, Needs]]) -> list[Finding]:
         return []
     first = have[0][1].identity
     names = ("os", "architecture", "plugin", "layers", "configuration")
-    odd = [
-        f"{host}: {', '.join(n for n, a, b in zip(names, first, image.identity, strict=True) if a != b)}"
-        for host, image in have[1:]
-        if image.identity != first
-    ]
+    odd = []
+    for host, image in have[1:]:
+        pairs = zip(names, first, image.identity, strict=True)
+        if differing := ", ".join(name for name, ours, theirs in pairs if ours != theirs):
+            odd.append(f"{host}: {differing}")
     return [
         Finding(
             "image-differs",

@@ -139,7 +139,7 @@ CAUSES = (
           "if the node was reinstalled: ssh-keygen -R {target}, then ssh {target} once"),
     Cause("ssh-host-key-unknown", r"host key is known|Host key verification failed",
           "the node's host key is not known", "ssh {target} once and accept its key"),
-    Cause("ssh-key-file", r"UNPROTECTED PRIVATE KEY|bad permissions|invalid format|error in libcrypto",
+    Cause("ssh-key-file", r"UNPROTECTED PRIVATE|bad permissions|invalid format|error in libcrypto",
           "the private key file cannot be used", "chmod 600 the key, or make a new one"),
     Cause("ssh-agent", r"agent refused|communication with agent|incorrect passphrase|/dev/tty",
           "the key needs its passphrase", "ssh-add, so that an agent holds the key"),
@@ -150,7 +150,7 @@ CAUSES = (
     Cause("ssh-account", r"account is currently not available|nologin|account has expired",
           "the account cannot log in", "give that user a shell, or set WORKER_USER"),
     Cause("ssh-closed", r"Connection (closed|reset) by|kex_exchange_identification",
-          "the node closed the connection", "on the node: journalctl -u ssh; MaxStartups, fail2ban"),
+          "the node closed the connection", "there: journalctl -u ssh; MaxStartups, fail2ban"),
 )  # fmt: skip
 
 

@@ -1,0 +1,48 @@
+"""Kits of nodes from `tests/fixtures/nodes`, and ways to change one thing about them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from glm_launch.nodes import facts
+from glm_launch.nodes.fabric import Endpoint
+from glm_launch.nodes.facts import NodeFacts
+
+KITS = Path(__file__).parents[2] / "fixtures" / "nodes"
+Change = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Kit:
+    """Nodes with the fabric address of each; `with_` gives one with node `index` changed."""
+
+    record: dict[str, Any]
+
+    @property
+    def nodes(self) -> list[NodeFacts]:
+        return [facts.read(node) for node in self.record["nodes"]]
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        pairs = zip(self.record["addresses"], self.nodes, strict=True)
+        return [Endpoint(address, node) for address, node in pairs]
+
+    def with_(self, change: Change, index: int = -1) -> Kit:
+        record = copy.deepcopy(self.record)
+        change(record["nodes"][index])
+        return Kit(record)
+
+
+def load(name: str) -> Kit:
+    return Kit(json.loads((KITS / f"{name}.json").read_text()))
+
+
+@pytest.fixture
+def kit() -> Callable[[str], Kit]:
+    return load
