@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from glm_exl3 import envs
 from glm_exl3.format.errors import GlmExl3Error
 
