@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm_exl3.ref import mhc
+
 
 def init_cpu_memory_env(nodes: list[int]) -> None:
     """Bind memory to NUMA nodes: left to the operating system."""
@@ -21,6 +23,41 @@ def init_cpu_memory_env(nodes: list[int]) -> None:
 def greedy_argmax(logits: Tensor) -> Tensor:
     """Index of the largest logit per row."""
     return logits.argmax(-1)
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> None:
+    """RMSNorm of the last dim in fp32; a 2-D weight has one row per outermost index of x."""
+    if weight.ndim == 2:
+        weight = weight.view(weight.shape[0], *[1] * (x.ndim - 2), weight.shape[1])
+    out.copy_(mhc.rms_norm(x, weight, epsilon))
+
+
+def rotary_embedding(  # noqa: PLR0913, PLR0917 - vLLM's operator
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> None:
+    """Rotate heads in place: cache `[positions, rotary]`, cosines then sines."""
+    cos, sin = cos_sin_cache[positions.flatten().long()].float().unsqueeze(1).chunk(2, dim=-1)
+    sin = -sin if inverse else sin
+    for heads in (query, key):
+        if heads is None:
+            continue
+        view = heads.view(positions.numel(), -1, head_size)
+        part = view[..., rope_dim_offset : rope_dim_offset + 2 * cos.shape[-1]]
+        if is_neox:
+            left, right = part.float().chunk(2, dim=-1)
+            turned = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+        else:
+            left, right = part[..., ::2].float(), part[..., 1::2].float()
+            pairs = [left * cos - right * sin, right * cos + left * sin]
+            turned = torch.stack(pairs, dim=-1).flatten(-2)
+        part.copy_(turned)
 
 
 @dataclass(frozen=True)
@@ -33,6 +70,15 @@ class _Operator:
 OPERATORS = (
     _Operator("init_cpu_memory_env", "(SymInt[] nodes) -> ()", init_cpu_memory_env),
     _Operator("greedy_argmax", "(Tensor logits) -> Tensor", greedy_argmax),
+    _Operator(
+        "rms_norm", "(Tensor(a!) out, Tensor x, Tensor weight, float epsilon) -> ()", rms_norm
+    ),
+    _Operator(
+        "rotary_embedding",
+        "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, SymInt head_size, "
+        "Tensor cos_sin_cache, bool is_neox, SymInt rope_dim_offset=0, bool inverse=False) -> ()",
+        rotary_embedding,
+    ),
 )
 _libraries: list[torch.library.Library] = []
 

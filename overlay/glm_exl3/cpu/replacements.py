@@ -48,16 +48,23 @@ class Replacement:
 
 
 class Kernel:
-    """A function called like a Triton kernel, `kernel[grid](...)`; the grid is ignored."""
+    """A function called like a Triton kernel, `kernel[grid](...)`.
+
+    The grid and the launch options are ignored.
+    """
+
+    OPTIONS = ("num_warps", "num_stages")
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.function = function
         self.__name__ = function.__name__
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
-        return self.function
+        return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        for option in self.OPTIONS:
+            kwargs.pop(option, None)
         self.function(*args, **kwargs)
 
 

@@ -230,8 +230,8 @@ SPECULATION = (
     ),
     Replacement(
         _RUNNER + "spec_decode.dflash.speculator",
-        "_prepare_dflash_inputs_kernel",
-        _OWN + "kernels:prepare_dflash_inputs",
+        "prepare_dflash_inputs",
+        _OWN + "drafting:prepare_dflash_inputs",
         _KERNEL,
     ),
     Replacement(

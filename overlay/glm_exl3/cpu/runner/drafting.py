@@ -16,89 +16,89 @@ from glm_exl3.cpu.runner.sampling import gumbel_argmax
 PAD_SLOT = -1
 
 
-def prepare_dflash_inputs(  # noqa: PLR0913, PLR0917 - launch arguments of the kernel
-    out_input_ids: Tensor,
-    out_query_positions: Tensor,
-    out_is_padding: Tensor,
-    out_query_start_loc: Tensor,
-    out_seq_lens: Tensor,
-    out_query_slot_mapping: Tensor,
-    out_context_positions: Tensor,
-    out_context_slot_mapping: Tensor,
-    out_sample_indices: Tensor,
-    out_sample_pos: Tensor,
-    out_sample_idx_mapping: Tensor,
-    out_temperature: Tensor,
-    out_seeds: Tensor,
-    target_positions: Tensor,
-    target_query_start_loc: Tensor,
-    idx_mapping: Tensor,
-    last_sampled: Tensor,
-    next_prefill_tokens: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
+def prepare_dflash_inputs(  # noqa: PLR0913, PLR0917 - vLLM's signature
+    input_buffers: Any,
+    query_slot_mapping: Tensor,
+    context_positions: Tensor,
+    context_slot_mapping: Tensor,
+    sample_indices: Tensor,
+    sample_pos: Tensor,
+    sample_idx_mapping: Tensor,
     temperature: Tensor,
     seeds: Tensor,
+    input_batch: Any,
+    num_sampled: Tensor,
+    num_rejected: Tensor,
+    last_sampled: Tensor,
+    next_prefill_tokens: Tensor,
+    input_temperature: Tensor,
+    input_seeds: Tensor,
     block_table: Tensor,
-    block_table_stride: int,
-    parallel_drafting_token_id: int,
     block_size: int,
+    cp_rank: int,
+    cp_size: int,
+    cp_interleave: int,
+    parallel_drafting_token_id: int,
     num_query_per_req: int,
     num_speculative_steps: int,
     max_num_reqs: int,
     max_num_tokens: int,
     max_model_len: int,
-    cp_rank: int,
-    SAMPLE_FROM_ANCHOR: bool = False,  # noqa: N803 - launch argument
-    **_: Any,
+    sample_from_anchor: bool = False,
+    num_reqs_override: int | None = None,
 ) -> None:
-    """`dflash.speculator._prepare_dflash_inputs_kernel`.
+    """`dflash.speculator.prepare_dflash_inputs`: context rows, query block and sample rows.
 
-    Per request: positions and slots of the context (the step's accepted tokens), then one block of
-    queries, the sampled token followed by mask tokens. A slot in the null block is no slot.
+    Per request, the context is the step's accepted tokens and the query block is the sampled token
+    followed by mask tokens. A slot in the null block is no slot.
     """
+    count = input_batch.num_reqs if num_reqs_override is None else num_reqs_override
     per, steps = num_query_per_req, num_speculative_steps
-    starts = target_query_start_loc.tolist()
+    starts = input_batch.query_start_loc.tolist()
+    requests = input_batch.idx_mapping[:count].tolist()
     sampled, rejected = num_sampled.tolist(), num_rejected.tolist()
-    requests = idx_mapping.tolist()
-    skip = 0 if SAMPLE_FROM_ANCHOR else 1
+    skip = 0 if sample_from_anchor else 1
     for row, request in enumerate(requests):
         begin, end = starts[row], starts[row + 1]
         kept = end - rejected[row]
-        context = target_positions[begin:kept].long()
-        out_context_positions[begin:kept] = context
-        out_context_positions[kept:end] = 0
-        out_context_slot_mapping[begin:kept] = _slots(block_table[row], context, block_size)
-        out_context_slot_mapping[kept:end] = PAD_SLOT
-        last = int(target_positions[kept - 1])
-        source = last_sampled if sampled[row] > 0 else next_prefill_tokens
+        context = input_batch.positions[begin:kept].long()
+        context_positions[begin:kept] = context
+        context_positions[kept:end] = 0
+        context_slot_mapping[begin:kept] = _slots(block_table[row], context, block_size)
+        context_slot_mapping[kept:end] = PAD_SLOT
+        places = int(context[-1]) + 1 + torch.arange(per)
         queries = slice(row * per, (row + 1) * per)
-        places = torch.arange(last + 1, last + 1 + per)
-        out_input_ids[queries] = parallel_drafting_token_id
-        out_input_ids[row * per] = source.view(-1)[request].to(out_input_ids.dtype)
-        out_is_padding[queries] = False
-        out_query_positions[queries] = places.clamp_max(max_model_len - 1)
-        out_query_slot_mapping[queries] = _slots(block_table[row], places, block_size)
+        source = last_sampled if sampled[row] > 0 else next_prefill_tokens
+        input_buffers.input_ids[queries] = parallel_drafting_token_id
+        input_buffers.input_ids[row * per] = int(source.view(-1)[request])
+        input_buffers.is_padding[queries] = False
+        input_buffers.positions[queries] = places.clamp_max(max_model_len - 1)
+        input_buffers.query_start_loc[row] = row * per
+        input_buffers.seq_lens[row] = min(int(places[-1]) + 1, max_model_len)
+        query_slot_mapping[queries] = _slots(block_table[row], places, block_size)
         samples = slice(row * steps, row * steps + per - skip)
-        out_sample_indices[samples] = torch.arange(row * per + skip, (row + 1) * per)
-        out_sample_pos[samples] = places[skip:] + (1 if SAMPLE_FROM_ANCHOR else 0)
-        out_sample_idx_mapping[samples] = request
-        out_query_start_loc[row] = row * per
-        out_seq_lens[row] = min(last + 1 + per, max_model_len)
-        out_temperature[request] = temperature[request]
-        out_seeds[request] = seeds[request]
-    count = len(requests)
-    out_query_start_loc[count : max_num_reqs + 1] = count * per
-    out_seq_lens[count:max_num_reqs] = 0
+        sample_indices[samples] = torch.arange(row * per + skip, (row + 1) * per)
+        sample_pos[samples] = places[skip:] + (1 - skip)
+        sample_idx_mapping[samples] = request
+        temperature[request] = input_temperature[request]
+        seeds[request] = input_seeds[request]
     padding = slice(count * steps, max_num_reqs * steps)
-    out_sample_indices[padding] = 0
-    out_sample_pos[padding] = 0
-    out_sample_idx_mapping[padding] = -1
+    sample_indices[padding] = 0
+    sample_pos[padding] = 0
+    sample_idx_mapping[padding] = -1
+    _pad_queries(input_buffers, query_slot_mapping, count, per, max_num_reqs, max_num_tokens)
+
+
+def _pad_queries(  # noqa: PLR0913, PLR0917 - sizes of the buffers
+    buffers: Any, slots: Tensor, count: int, per: int, max_num_reqs: int, max_num_tokens: int
+) -> None:
+    buffers.query_start_loc[count : max_num_reqs + 1] = count * per
+    buffers.seq_lens[count:max_num_reqs] = 0
     rest = slice(count * per, max_num_tokens)
-    out_input_ids[rest] = 0
-    out_query_positions[rest] = 0
-    out_is_padding[rest] = True
-    out_query_slot_mapping[rest] = PAD_SLOT
+    buffers.input_ids[rest] = 0
+    buffers.positions[rest] = 0
+    buffers.is_padding[rest] = True
+    slots[rest] = PAD_SLOT
 
 
 def _slots(block_row: Tensor, places: Tensor, block: int) -> Tensor:

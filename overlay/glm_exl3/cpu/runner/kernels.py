@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from glm_exl3.cpu.replacements import Kernel
-from glm_exl3.cpu.runner import drafting, inputs, rejection, sampling, states
+from glm_exl3.cpu.runner import inputs, rejection, sampling, states
 
 HAS_KERNELS = True
 
@@ -12,7 +12,6 @@ grammar_bitmask = Kernel(sampling.apply_grammar_bitmask)
 flatten_sampled = Kernel(rejection.flatten_sampled)
 scatter_num_accepted = Kernel(inputs.scatter_num_accepted)
 fill_num_accepted = Kernel(inputs.fill_num_accepted)
-prepare_dflash_inputs = Kernel(drafting.prepare_dflash_inputs)
 advance_state_columns = Kernel(states.advance_state_columns)
 align_block_table = Kernel(states.align_block_table)
 zero_blocks = Kernel(states.zero_blocks)

@@ -35,10 +35,14 @@ def rejection_sample(  # noqa: PLR0913, PLR0917 - vLLM's signature
     temperature: Tensor,
     seed: Tensor,
     num_speculative_steps: int,
+    synthetic_conditional_rates: Tensor | None = None,
     use_fp64: bool = False,
+    use_block_verification: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Sampled tokens `[R, k + 1]` (int64) and how many of each row count (int32)."""
+    others["synthetic_conditional_rates"] = synthetic_conditional_rates
+    others["use_block_verification"] = use_block_verification
     _refuse(others)
     bounds = cu_num_logits.tolist()
     count = len(bounds) - 1
