@@ -41,10 +41,7 @@ def encode_tiles(
     `bits` is 1..8. The result does not depend on `batch`, the tiles encoded at once. Raises
     ValueError for other rates or values that are not finite.
     """
-    if bits not in range(1, 9):
-        raise ValueError(f"K must be an integer from 1 to 8, got {bits}")
-    if not torch.isfinite(tiles).all():
-        raise ValueError("values to encode must be finite")
+    check_encodable(tiles, bits)
     flat = tiles.reshape(-1, TILE_ELEMENTS).to(torch.float32)
     table = codebook_table(codebook).to(torch.float32).to(tiles.device)
     size = batch or (GPU_BATCH if flat.is_cuda else CPU_BATCH)
@@ -52,6 +49,14 @@ def encode_tiles(
     for start in range(0, flat.shape[0], size):
         states[start : start + size] = _encode(flat[start : start + size], bits, table)
     return states.reshape(tiles.shape)
+
+
+def check_encodable(tiles: torch.Tensor, bits: int) -> None:
+    """Raises ValueError unless K is 1..8 and every value is finite."""
+    if bits not in range(1, 9):
+        raise ValueError(f"K must be an integer from 1 to 8, got {bits}")
+    if not torch.isfinite(tiles).all():
+        raise ValueError("values to encode must be finite")
 
 
 def _encode(tiles: torch.Tensor, bits: int, table: torch.Tensor) -> torch.Tensor:

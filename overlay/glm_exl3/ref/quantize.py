@@ -28,13 +28,16 @@ from glm_exl3.format.layout import (
 )
 from glm_exl3.ref.codebook import codebook_table
 from glm_exl3.ref.decode import decode_rotated, pack_states, tile_positions
-from glm_exl3.ref.encode import encode_tiles
+from glm_exl3.ref.encode_host import encode_tiles_on_host
 from glm_exl3.ref.hadamard import had128
 
 DAMPING = 0.025
 REFIT_ROUNDS = 2
-SCALE_SAMPLE_TILES = 64
-SCALE_GRID = (0.80, 0.86, 0.92, 0.98, 1.04)
+SEARCH_TILES, SEARCH_STEP, SEARCH_ROUNDS = 48, 1.06, 6
+WIDE_FACTORS = (1.08, 0.97, 0.95, 0.91, 0.88, 0.84, 0.81, 0.79)
+MUL1_FACTORS = (1.08, 0.97, 0.93, 0.93, 0.91, 0.89, 0.88, 0.88)
+"""Where the search starts, for K = 1..8: the least error on normal values, as a factor on the
+standard deviation of the codebook. The higher K, the more the ends of its range matter."""
 
 Encoder = Callable[[torch.Tensor, int, Codebook], torch.Tensor]
 
@@ -69,7 +72,7 @@ def quantize(
     *,
     hessian: torch.Tensor | None = None,
     seed: int = 0,
-    encoder: Encoder = encode_tiles,
+    encoder: Encoder = encode_tiles_on_host,
 ) -> Exl3Tensors:
     """Quantise `weight` [k, n] at integer K; see `quantize_group`."""
     return quantize_group([weight], bits, codebook, hessian=hessian, seed=seed, encoder=encoder)[0]
@@ -82,7 +85,7 @@ def quantize_group(
     *,
     hessian: torch.Tensor | None = None,
     seed: int = 0,
-    encoder: Encoder = encode_tiles,
+    encoder: Encoder = encode_tiles_on_host,
 ) -> list[Exl3Tensors]:
     """Quantise matrices [k, n_i] that read the same input so that they share one suh.
 
@@ -154,24 +157,37 @@ def from_tiles(tiles: torch.Tensor) -> torch.Tensor:
 
 
 def _best_factor(inner: torch.Tensor, bits: int, codebook: Codebook, encoder: Encoder) -> float:
-    """Factor on What of least relative error over a sample of tiles: grid, then a parabola."""
+    """Factor on What of least relative error over a sample of tiles.
+
+    Steps of 6 % from the start value down to the least error, then a parabola through the last
+    three.
+    """
     blocks = inner.shape[0] // TILE
     tiles = torch.cat([to_tiles(inner[TILE * b : TILE * (b + 1)]) for b in range(blocks)])
-    step = max(1, tiles.shape[0] // SCALE_SAMPLE_TILES)
-    sample = tiles[::step][:SCALE_SAMPLE_TILES]
+    sample = tiles[:: max(1, tiles.shape[0] // SEARCH_TILES)][:SEARCH_TILES]
     table = codebook_table(codebook).to(torch.float32).to(inner.device)
+    errors: dict[int, float] = {}
 
-    def error(factor: float) -> float:
-        decoded = table[encoder(sample * factor, bits, codebook).to(torch.int64)] / factor
-        return float((decoded - sample).square().mean())
+    def factor(step: float) -> float:
+        start = MUL1_FACTORS if codebook is Codebook.MUL1 else WIDE_FACTORS
+        return start[bits - 1] * SEARCH_STEP**step
 
-    errors = [error(factor) for factor in SCALE_GRID]
-    best = min(range(len(errors)), key=errors.__getitem__)
-    if best in {0, len(errors) - 1}:
-        return SCALE_GRID[best]
-    before, here, after = errors[best - 1 : best + 2]
-    width = SCALE_GRID[best] - SCALE_GRID[best - 1]
-    return SCALE_GRID[best] + 0.5 * width * (before - after) / (before - 2 * here + after)
+    def error(step: int) -> float:
+        if step not in errors:
+            decoded = table[encoder(sample * factor(step), bits, codebook).to(torch.int64)]
+            errors[step] = float((decoded / factor(step) - sample).square().mean())
+        return errors[step]
+
+    best = 0
+    for _ in range(SEARCH_ROUNDS):
+        least = min((best, best - 1, best + 1), key=error)
+        if least == best:
+            break
+        best = least
+    before, here, after = (error(best + offset) for offset in (-1, 0, 1))
+    curvature = before - 2 * here + after
+    shift = 0.5 * (before - after) / curvature if curvature > 0 else 0.0
+    return factor(best + max(-0.5, min(0.5, shift)))
 
 
 def _block_factor(metric: torch.Tensor) -> torch.Tensor:
