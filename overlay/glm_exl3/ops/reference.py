@@ -8,6 +8,8 @@ bf16 weights would hold.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -15,6 +17,8 @@ from glm_exl3.ops.matrix import Exl3Stack, PackedMatrix
 from glm_exl3.ref.decode import dequantize
 from glm_exl3.ref.linear import exl3_linear
 from glm_exl3.ref.moe import exl3_moe, swiglu_clamped
+
+FEW_ROWS = 4
 
 
 def linear(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
@@ -40,7 +44,39 @@ def dequant(matrix: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
     return dequantize(matrix.trellis, matrix.suh, matrix.svh, matrix.codebook).to(dtype)
 
 
-def dense_experts(stack: Exl3Stack, dtype: torch.dtype) -> torch.Tensor:
+def widen(weight: torch.Tensor) -> torch.Tensor | None:
+    """An fp32 copy of a bf16 weight for products with few rows; None where it would not pay.
+
+    On x86 CPUs a bf16 product of one row costs more than twice the fp32 one, from about eight rows
+    on it is the other way round; the values are the same and so is the fp32 accumulation.
+    """
+    pays = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return weight.float() if pays else None
+
+
+def dense_linear(
+    x: torch.Tensor, weight: torch.Tensor, wide: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [..., k] with a decoded weight [n, k] -> [..., n] in x.dtype; `wide` is `widen(weight)`."""
+    if wide is not None and x.numel() <= FEW_ROWS * x.shape[-1]:
+        return F.linear(x.float(), wide).to(x.dtype)
+    return F.linear(x, weight)
+
+
+@dataclass(frozen=True)
+class DenseStack:
+    """Decoded experts [E, n, k] and, where it pays, their fp32 copy."""
+
+    weight: torch.Tensor
+    wide: torch.Tensor | None
+
+    def product(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """x [..., k] with one expert's weight."""
+        wide = None if self.wide is None else self.wide[expert]
+        return dense_linear(x, self.weight[expert], wide)
+
+
+def dense_experts(stack: Exl3Stack, dtype: torch.dtype) -> DenseStack:
     """Decode a stack into F.linear layout: [E, n, k], or [E, 2n, k] with gate above up."""
     count = stack.trellis.shape[0]
     halves = (0, 1) if stack.trellis.dim() == 5 else (None,)
@@ -52,40 +88,45 @@ def dense_experts(stack: Exl3Stack, dtype: torch.dtype) -> torch.Tensor:
             weight = dequantize(stack.trellis[at], stack.suh[at], stack.svh[at], stack.codebook)
             rows.append(weight.t().to(dtype))
         matrices.append(torch.cat(rows))
-    return torch.stack(matrices) if matrices else stack.suh.new_empty((0, 0, 0), dtype=dtype)
+    weight = torch.stack(matrices)
+    return DenseStack(weight, widen(weight))
 
 
-def dense_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x [..., k] with a decoded weight [n, k]."""
-    return F.linear(x, weight, bias)
+def _grouped(ids: torch.Tensor) -> dict[int, list[tuple[int, int]]]:
+    """(token, slot) pairs by expert id, ascending; negative ids are left out."""
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for token, experts in enumerate(ids.tolist()):
+        for slot, expert in enumerate(experts):
+            if expert >= 0:
+                groups.setdefault(expert, []).append((token, slot))
+    return dict(sorted(groups.items()))
 
 
 def dense_moe(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: DenseStack,
+    w2: DenseStack,
     limit: float | None,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Routed sum [T, H] with decoded experts: w13 [E, 2I, H], w2 [E, H, I].
 
-    Tokens are grouped by expert; the sum over experts is kept in fp32 and rounded once.
+    Tokens are grouped by expert in ascending order, whatever the batch; the sum over experts is
+    kept in fp32 and rounded once. Grouping happens in Python, which for the few tokens of a decode
+    step is faster than tensor operations.
     """
     local = topk_ids.to(torch.int64)
     if expert_map is not None:
         local = expert_map.to(torch.int64)[local]
     weights = topk_weights.to(torch.float32)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in torch.unique(local).tolist():
-        if expert < 0:
-            continue
-        tokens, slots = torch.where(local == expert)
-        gate, up = F.linear(x[tokens], w13[expert]).chunk(2, dim=-1)
-        hidden = swiglu_clamped(gate, up, limit)
-        routed = F.linear(hidden, w2[expert]).to(torch.float32)
+    for expert, members in _grouped(local).items():
+        pairs = torch.tensor(members, device=x.device)
+        tokens, slots = pairs[:, 0], pairs[:, 1]
+        chosen = x if x.shape[0] == 1 else x[tokens]
+        gate, up = w13.product(chosen, expert).chunk(2, dim=-1)
+        routed = w2.product(swiglu_clamped(gate, up, limit), expert).to(torch.float32)
         out.index_add_(0, tokens, routed * weights[tokens, slots, None])
     return out.to(x.dtype)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from vllm.model_executor.layers.linear import LinearMethodBase
 
-from glm_exl3.ops import library, table
+from glm_exl3.ops import library, reference, table
 from glm_exl3.ops.matrix import PackedMatrix
 from glm_exl3.quant.facts import Facts
 from glm_exl3.quant.names import FREE_WIDTH, Source, split_prefix
@@ -28,12 +28,14 @@ class Term:
     """One product of a layer: a packed matrix or a dense weight [n, k].
 
     `width` is what the layer's output keeps of it; `inputs` is what the matrix reads, which may be
-    more than the activations have (zero padding to whole blocks).
+    more than the activations have (zero padding to whole blocks). `wide` is `widen` of a dense
+    weight.
     """
 
     matrix: PackedMatrix | torch.Tensor
     width: int
     inputs: int
+    wide: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class LoadedLinear:
         if x.shape[-1] < term.inputs:
             x = F.pad(x, (0, term.inputs - x.shape[-1]))
         if isinstance(term.matrix, torch.Tensor):
-            y = F.linear(x, term.matrix)
+            y = reference.dense_linear(x, term.matrix, term.wide)
         else:
             y = library.linear(x, term.matrix, self.backend)
         return y if y.shape[-1] == term.width else y[..., : term.width]
@@ -86,7 +88,7 @@ def finish_linear(
 def _prepared(term: Term, row: table.BackendRow) -> Term:
     """The term in the layout the back end's kernels read."""
     if isinstance(term.matrix, torch.Tensor):
-        return term
+        return replace(term, wide=reference.widen(term.matrix))
     prepare = getattr(row.load(), "prepare_linear", None)
     return term if prepare is None else replace(term, matrix=prepare(term.matrix))
 

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 
 from glm_exl3.format.layout import HADAMARD
 from glm_exl3.format.sharding import Cut
+from glm_exl3.ops import reference
 from glm_exl3.ops.matrix import PackedMatrix
 from glm_exl3.quant.facts import Facts
 from glm_exl3.quant.linear import LoadedLinear, Term, finish_linear
@@ -116,4 +117,5 @@ def _without_skip(loaded: LoadedLinear, cut: VocabularyCut) -> tuple[LoadedLinea
         return loaded, cut.skip
     rows = F.pad(matrix, (0, 0, 0, max(0, cut.skip + cut.width - matrix.shape[0])))
     rows = rows[cut.skip : cut.skip + cut.width].contiguous()
-    return LoadedLinear((Term(rows, cut.width, loaded.terms[0].inputs),), loaded.backend), 0
+    term = Term(rows, cut.width, loaded.terms[0].inputs, reference.widen(rows))
+    return LoadedLinear((term,), loaded.backend), 0

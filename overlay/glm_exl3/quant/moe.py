@@ -25,6 +25,7 @@ from glm_exl3.format.layout import TILE, MatrixLayout, codebook_of
 from glm_exl3.format.sharding import Cut
 from glm_exl3.ops import library, reference, table
 from glm_exl3.ops.matrix import Exl3Stack
+from glm_exl3.ops.reference import DenseStack
 from glm_exl3.quant.facts import Facts
 from glm_exl3.quant.names import EXPERT_SHARDS, PACKED_LEAVES
 from glm_exl3.quant.params import (
@@ -177,8 +178,8 @@ class ExpertCollector:
 class LoadedExperts:
     """Finished experts: packed stacks, or their decoded twins w13 [E, 2I, H] and w2 [E, H, I]."""
 
-    w13: Exl3Stack | torch.Tensor
-    w2: Exl3Stack | torch.Tensor
+    w13: Exl3Stack | DenseStack
+    w2: Exl3Stack | DenseStack
     backend: str
 
     def apply(
@@ -190,7 +191,7 @@ class LoadedExperts:
         expert_map: torch.Tensor | None,
     ) -> torch.Tensor:
         """Routed sum of this rank [T, H] in x.dtype."""
-        if isinstance(self.w13, torch.Tensor) and isinstance(self.w2, torch.Tensor):
+        if isinstance(self.w13, DenseStack) and isinstance(self.w2, DenseStack):
             return reference.dense_moe(
                 x, topk_ids, topk_weights, self.w13, self.w2, limit, expert_map
             )

@@ -67,8 +67,8 @@ def test_experts_and_mlps_hold_their_matrices(family: str, pristine, build) -> N
             dense_of(folder, f"{stem}.2.mlp.experts.{expert}.{part}_proj")
             for part in ("gate", "up", "down")
         ]
-        same(experts.w13[expert].float(), torch.cat(parts[:2]))
-        same(experts.w2[expert].float(), parts[2])
+        same(experts.w13.weight[expert].float(), torch.cat(parts[:2]))
+        same(experts.w2.weight[expert].float(), parts[2])
     for parameter in model.parameters():
         assert not torch.isnan(parameter).any()
 
@@ -85,7 +85,7 @@ def test_mtp_block_loads(family: str, pristine, build) -> None:
     got = weight_of(eh_proj) if hasattr(eh_proj, "exl3") else eh_proj.weight.float()
     same(got, want)
     assert hasattr(eh_proj, "exl3") == (family == "full")
-    assert layer.mtp_block.mlp.experts.routed_experts.exl3.w2.shape[0] == 8
+    assert layer.mtp_block.mlp.experts.routed_experts.exl3.w2.weight.shape[0] == 8
 
 
 @pytest.mark.slow

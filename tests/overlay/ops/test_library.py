@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from glm_exl3.format.layout import Codebook
 from glm_exl3.ops import library, reference
 from glm_exl3.ops.matrix import Exl3Stack, PackedMatrix
@@ -99,7 +98,23 @@ def test_decoded_experts_give_the_packed_product(limit: float | None, tokens: in
 
 def test_decoded_experts_round_once_to_bf16() -> None:
     *_, w13, _ = moe_case()
-    dense = reference.dense_experts(w13, torch.bfloat16)
+    dense = reference.dense_experts(w13, torch.bfloat16).weight
     assert dense.shape == (3, 256, 128)
     up = dequantize(w13.trellis[1, 1], w13.suh[1, 1], w13.svh[1, 1], w13.codebook)
     assert torch.equal(dense[1, 128:], up.T.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 33])
+def test_few_rows_take_the_fp32_copy_and_give_the_same(rows: int) -> None:
+    weight = torch.randn(64, 128).bfloat16()
+    x = torch.randn(rows, 128).bfloat16()
+    wide = reference.widen(weight)
+    assert wide is not None
+    got = reference.dense_linear(x, weight, wide)
+    want = (x.double() @ weight.double().T).to(torch.bfloat16)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-2)
+
+
+def test_other_dtypes_have_no_copy() -> None:
+    assert reference.widen(torch.ones(2, 2)) is None
