@@ -71,9 +71,14 @@ def pack_states(states: torch.Tensor, last_dim: int) -> torch.Tensor:
     return trellis
 
 
+def codebook_values(states: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    """states int [...] -> fp16 weights [...]."""
+    return codebook_table(codebook).to(states.device)[states.to(torch.int64)]
+
+
 def decode_rotated(trellis: torch.Tensor, codebook: Codebook) -> torch.Tensor:
     """The inner matrix between the rotations: trellis [k/16, n/16, 16K] -> fp16 [k, n]."""
-    values = codebook_table(codebook).to(trellis.device)[unpack_states(trellis).to(torch.int64)]
+    values = codebook_values(unpack_states(trellis), codebook)
     tiles = torch.empty_like(values)
     tiles[..., tile_positions().to(trellis.device)] = values
     k_tiles, n_tiles = trellis.shape[:2]
