@@ -31,6 +31,7 @@ from glm_exl3.quant.names import (
 )
 from glm_exl3.quant.params import missing
 
+FLOATS = ("BF16", "F16", "F32")
 _EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.\d+\.(?P<part>\w+)\.(?P<leaf>\w+)$")
 _STACK = {part: "w2" if shard == "w2" else "w13" for shard, part in EXPERT_SHARDS.items()}
 
@@ -90,6 +91,7 @@ def check_headers(model: torch.nn.Module, facts: Facts, naming: Naming) -> None:
         coverage.parents[_grandparent(name)] = _grandparent(tensor)
         for parameter, part in targets:
             coverage.parts.setdefault(parameter, set()).add(part)
+            _check_dtype(facts, tensor, parameters[parameter])
             _check_shape(facts, tensor, modules, parameters, parameter, part, len(targets))
     for parameter, value in parameters.items():
         if value.numel() and not any(p.search(parameter) for p in naming.optional):
@@ -159,6 +161,20 @@ def _check_covered(facts: Facts, parameter: str, coverage: _Coverage) -> None:
     if absent:
         stem = coverage.parents.get(parent, parent)
         raise missing(facts, f"{stem}{absent[0]}.{leaf}" if absent[0] else f"{stem}{leaf}")
+
+
+def _check_dtype(facts: Facts, tensor: str, value: torch.nn.Parameter) -> None:
+    """Raise FormatError when a dense floating-point parameter would be filled with something
+    else."""
+    dtype = facts.index.tensors[tensor].dtype
+    if value.numel() and value.is_floating_point() and dtype not in FLOATS:
+        raise facts.error(
+            tensor,
+            code="dtype",
+            seen=f"stored as {dtype}, the model needs one of {', '.join(FLOATS)}",
+            why="copying converts the numbers without knowing what they mean",
+            fix="use a checkpoint of this model; other quantisations do not mix with EXL3",
+        )
 
 
 def _check_shape(  # noqa: PLR0913 - the tensor, the model and the place where they meet

@@ -268,6 +268,13 @@ def test_a_dense_weight_of_another_size(name: str, full: Checkpoint, refuses) ->
     names(refuses(full), full, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float8_e4m3fn])
+def test_a_dense_weight_of_another_kind(dtype: torch.dtype, full: Checkpoint, refuses) -> None:
+    name = f"{LAYERS}.2.mlp.gate.weight"
+    full.change(name, lambda t: t.to(dtype))
+    names(refuses(full), full, name)
+
+
 @pytest.mark.parametrize("key", ["mhc", "topk_method", "mla_use_nope", "num_nextn_predict_layers"])
 def test_a_config_that_lacks_a_key(key: str, full: Checkpoint, refuses) -> None:
     full.configure(lambda document: document["text_config"].pop(key))
