@@ -14,6 +14,17 @@ from glm_launch.nodes import facts
 from glm_launch.nodes.fabric import Endpoint
 from glm_launch.nodes.facts import NodeFacts
 
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need the lab's packages run when they are asked for by `-m`."""
+    here = Path(__file__).parent
+    if "lab" in config.option.markexpr:
+        return
+    lab = [one for one in items if here in one.path.parents and one.get_closest_marker("lab")]
+    config.hook.pytest_deselected(items=lab)
+    items[:] = [one for one in items if one not in lab]
+
+
 KITS = Path(__file__).parents[2] / "fixtures" / "nodes"
 Change = Callable[[dict[str, Any]], None]
 
