@@ -6,10 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
-from glm_bench import coherence
-from glm_bench.prompts import PROMPTS
 from hypothesis import given
 from hypothesis import strategies as st
+
+from glm_bench import coherence
+from glm_bench.prompts import PROMPTS
 
 PROSE = (
     "The market opens before the sun does. First come the carts with crates of mackerel, then the "

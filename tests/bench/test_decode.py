@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
 from glm_bench import cli, client, decode, metrics
 from glm_bench.client import Endpoint, ServerError
 from glm_bench.prompts import KINDS, PROMPTS, prompts_for

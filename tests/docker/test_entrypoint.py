@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import entrypoint
 import pytest
+
+import entrypoint
 
 GRANDCHILD = """
 import os, subprocess, sys, time

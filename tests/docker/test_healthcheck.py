@@ -9,8 +9,9 @@ import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-import healthcheck
 import pytest
+
+import healthcheck
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hello import Hello, differences, encode
 from hypothesis import given
 from hypothesis import strategies as st
+
+from hello import Hello, differences, encode
 
 HEAD = Hello("g1", 0, 2, "alpha", "p", "m", "d", ("vllm", "serve", "--seed", "1"), (("A", "1"),))
 

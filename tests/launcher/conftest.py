@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
 from glm_launch import procs
 from glm_launch.plan import LaunchPlan, RankPlan
 from glm_launch.runner import NodeState

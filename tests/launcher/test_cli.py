@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from glm_launch import cli, verbs
 
 ROOT = Path(__file__).parents[2]

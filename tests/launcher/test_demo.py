@@ -11,6 +11,7 @@ import socket
 from pathlib import Path
 
 import pytest
+
 from glm_launch import demo
 from glm_launch.errors import LaunchFailedError
 from glm_launch.ui import Ui

@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 import respx
+
 from glm_launch import health
 from glm_launch.errors import LaunchFailedError
 from glm_launch.health import PHASES, LogWatch

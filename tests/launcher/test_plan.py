@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
+from syrupy.extensions.json import JSONSnapshotExtension
+
 from glm_launch.errors import ConfigurationError
 from glm_launch.facts import Facts
 from glm_launch.plan import LaunchPlan, build, cores_of
 from glm_launch.settings_load import load
-from syrupy.assertion import SnapshotAssertion
-from syrupy.extensions.json import JSONSnapshotExtension
 
 CPU = Facts(cores=(0, 1), gpus=0, engine=("vllm",))
 GPU = Facts(cores=tuple(range(16)), gpus=2, engine=("vllm",))

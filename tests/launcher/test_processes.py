@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+
 from glm_launch import procs
 
 TROUBLE = f"{sys.executable} {Path(__file__).with_name('fake_engine.py')} --trouble "

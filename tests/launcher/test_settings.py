@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from glm_launch.errors import ConfigurationError, ExitCode
 from glm_launch.settings import Settings
 from glm_launch.settings_load import load
-from hypothesis import given
-from hypothesis import strategies as st
 
 NO_FILE = Path("/nonexistent/.env")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from dotenv import dotenv_values
+
 from glm_launch import settings_pages
 from glm_launch.settings import Settings
 from glm_launch.settings_load import load

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from glm_launch.errors import ExitCode, RefusedError
 from glm_launch.plan import LaunchPlan
 from glm_launch.state import KEPT_LAUNCHES, StateStore

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from glm_launch.nodes import facts
 from glm_launch.nodes.fabric import Endpoint
 from glm_launch.nodes.facts import NodeFacts

@@ -11,9 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from glm_launch.nodes import facts, probes
 from hypothesis import given
 from hypothesis import strategies as st
+
+from glm_launch.nodes import facts, probes
 
 PROBE = Path(probes.__file__).with_name("facts.py")
 GIDS = {

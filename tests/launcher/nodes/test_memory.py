@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from glm_launch.nodes import memory
-from glm_launch.nodes.memory import GIB, Reserve
 from hypothesis import given
 from hypothesis import strategies as st
+
+from glm_launch.nodes import memory
+from glm_launch.nodes.memory import GIB, Reserve
 
 TR3 = memory.demand(164 * GIB, 8 * GIB, 14 * GIB, ranks=2)
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+
 from glm_launch.nodes import preflight
 from glm_launch.nodes.facts import PLUGIN_LABEL
 from glm_launch.nodes.preflight import Needs, Port

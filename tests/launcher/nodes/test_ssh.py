@@ -7,10 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from glm_launch.nodes import ssh
-from glm_launch.nodes.ssh import Done, LocalShell, SshShell
 from hypothesis import given
 from hypothesis import strategies as st
+
+from glm_launch.nodes import ssh
+from glm_launch.nodes.ssh import Done, LocalShell, SshShell
 
 SAID = {
     "ssh-missing": "ssh: No such file or directory",

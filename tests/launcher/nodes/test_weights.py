@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from glm_launch.errors import RefusedError
 from glm_launch.nodes import manifest as manifests
 from glm_launch.nodes import weights
 from glm_launch.nodes.manifest import Manifest
 from glm_launch.nodes.ssh import LocalShell, SshShell
 from glm_launch.nodes.weights import Policy, Source, Store
-from hypothesis import given
-from hypothesis import strategies as st
 
 ROOT = Path(__file__).parents[3]
 STUB = ROOT / "tests" / "lab" / "hub_stub.py"

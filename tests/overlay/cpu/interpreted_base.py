@@ -19,6 +19,7 @@ os.environ |= {
 }
 
 import torch
+
 from glm_exl3.cpu import torchvision
 
 torchvision.prepare()

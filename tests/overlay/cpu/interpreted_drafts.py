@@ -6,8 +6,9 @@ import types
 from typing import Any
 
 import torch
-from glm_exl3.cpu.runner import drafting, rejection
 from interpreted_base import both, case, draw, i32, integers
+
+from glm_exl3.cpu.runner import drafting, rejection
 
 
 def verified(temperature: float) -> tuple[Any, Any]:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from glm_exl3.cpu.runner import inputs, states
 from interpreted_base import both, case, draw, i32, integers
+
+from glm_exl3.cpu.runner import inputs, states
 
 
 def exponential(x):  # noqa: ANN001, ANN201 - a Triton function; the kernel's alias of tl.exp
@@ -180,9 +181,10 @@ def align_block_table() -> tuple[Any, Any]:
 
 
 def recurrent(accepted: torch.Tensor | None) -> tuple[Any, Any]:
-    from glm_exl3.cpu.leaves import kda
     from vllm.models.glm5next.nvidia.ops.third_party.kda import fused_recurrent
     from vllm.models.glm5next.nvidia.ops.third_party.kda import fused_recurrent_kda as theirs
+
+    from glm_exl3.cpu.leaves import kda
 
     fused_recurrent.exp = triton.jit(exponential)
 
@@ -225,8 +227,9 @@ def kda_verify() -> tuple[Any, Any]:
 
 @case
 def expand_pools() -> tuple[Any, Any]:
-    from glm_exl3.ref import indexer
     from vllm.models.glm5next.nvidia.ops.kpool_compress import expand_pools_and_append_tail
+
+    from glm_exl3.ref import indexer
 
     pools, lengths = torch.tensor([[3, 0, -1], [1, -1, -1]]), i32(70, 31)
     return (

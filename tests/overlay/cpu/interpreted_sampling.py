@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from glm_exl3.cpu.runner import penalties, sampling
 from interpreted_base import both, case, draw, i32, integers
+
+from glm_exl3.cpu.runner import penalties, sampling
 
 
 def sampled(is_drafting: bool, use_fp64: bool) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from glm_exl3.cpu import accelerator, activation
 from glm_exl3.format.errors import GlmExl3Error
 

@@ -6,6 +6,7 @@ import importlib
 import sys
 
 import pytest
+
 from glm_exl3.cpu import imports
 
 

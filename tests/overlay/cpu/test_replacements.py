@@ -6,6 +6,7 @@ import sys
 import types
 
 import pytest
+
 from glm_exl3.cpu import engine, replacements
 from glm_exl3.cpu.replacements import EngineDriftError, Kernel, Replacement
 

@@ -8,6 +8,7 @@ from importlib.metadata import files
 from pathlib import Path
 
 import pytest
+
 from glm_exl3.cpu import replacements, table
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
 from glm_exl3.format.headers import ITEM_BYTES
 from glm_exl3.format.layout import MCG_MARKER
 from glm_exl3.format.metadata import REQUIRED_TEXT_KEYS

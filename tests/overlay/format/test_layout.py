@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from glm_exl3.format.errors import FormatError, GlmExl3Error
 from glm_exl3.format.layout import (
     HALF_LAST_DIMS,
@@ -14,8 +17,6 @@ from glm_exl3.format.layout import (
     layout_of,
     step_ends,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 BLOCKS = st.integers(1, 200)
 

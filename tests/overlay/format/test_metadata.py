@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from glm_exl3.format.errors import FormatError
 from glm_exl3.format.headers import read_header
 from glm_exl3.format.layout import MUL1_MARKER, Codebook, MatrixLayout
 from glm_exl3.format.metadata import REQUIRED_TEXT_KEYS, CheckpointIndex, check_checkpoint
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from .conftest import EXPERT, SHARDS, Checkpoint, Tensor, packed, shard_bytes
 

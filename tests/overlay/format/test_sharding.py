@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from glm_exl3.format.errors import FormatError
-from glm_exl3.format.sharding import block_cuts
 from hypothesis import given
 from hypothesis import strategies as st
+
+from glm_exl3.format.errors import FormatError
+from glm_exl3.format.sharding import block_cuts
 
 
 @given(

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from glm_exl3.format.errors import FormatError, GlmExl3Error
 from safetensors.torch import load_file, save_file
+
+from glm_exl3.format.errors import FormatError, GlmExl3Error
 
 INDEX = "model.safetensors.index.json"
 LAYERS = "model.language_model.layers"

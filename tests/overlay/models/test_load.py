@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from glm_exl3.quant.facts import read_facts
 from safetensors import safe_open
+
+from glm_exl3.quant.facts import read_facts
 
 
 def dense_of(folder, module: str) -> torch.Tensor:

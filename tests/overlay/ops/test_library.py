@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from glm_exl3.format.layout import Codebook
 from glm_exl3.ops import library, reference
 from glm_exl3.ops.matrix import Exl3Stack, PackedMatrix

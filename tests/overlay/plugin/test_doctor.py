@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from glm_exl3 import doctor
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from glm_exl3 import plugin
 from glm_exl3.format.errors import GlmExl3Error
 from glm_exl3.quant import startup

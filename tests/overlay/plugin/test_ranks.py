@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from glm_exl3.format.errors import GlmExl3Error
 from glm_exl3.quant.startup import Digest, check_equal
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from glm_exl3.format.layout import MCG_MARKER, MUL1_MARKER, Codebook
 from glm_exl3.ops.matrix import PackedMatrix
-from safetensors.torch import save_file
 
 Tensors = dict[str, torch.Tensor]
 

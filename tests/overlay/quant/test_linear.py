@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from glm_exl3.format.errors import FormatError
 from glm_exl3.format.layout import Codebook
 from glm_exl3.ref.linear import exl3_linear

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from glm_exl3.format.errors import FormatError
 from glm_exl3.format.layout import Codebook
 from glm_exl3.ref.moe import Exl3Stack, exl3_moe

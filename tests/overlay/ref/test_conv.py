@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
 from glm_exl3.ref import conv
 
 CHANNELS, WIDTH = 6, 4

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from glm_exl3.format.layout import HALF_LAST_DIMS, INTEGER_LAST_DIMS, TILE, Codebook
 from glm_exl3.format.sharding import Cut, block_cuts
 from glm_exl3.ref.decode import dequantize
 from glm_exl3.ref.linear import exl3_linear
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 RATES = st.sampled_from(INTEGER_LAST_DIMS + HALF_LAST_DIMS)

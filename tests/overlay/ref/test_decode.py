@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from glm_exl3.format.layout import HALF_LAST_DIMS, INTEGER_LAST_DIMS, Codebook, step_ends
 from glm_exl3.ref.codebook import codebook_table
 from glm_exl3.ref.decode import (
@@ -20,8 +23,6 @@ from glm_exl3.ref.decode import (
 )
 from glm_exl3.ref.hadamard import had128, hadamard_matrix
 from glm_exl3.ref.linear import exl3_linear
-from hypothesis import given
-from hypothesis import strategies as st
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 RATES = INTEGER_LAST_DIMS + HALF_LAST_DIMS

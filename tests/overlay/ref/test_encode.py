@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from glm_exl3.format.layout import Codebook
 from glm_exl3.ref.codebook import codebook_table
 from glm_exl3.ref.decode import codebook_values, dequantize, pack_states, unpack_states

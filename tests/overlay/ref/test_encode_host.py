@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from glm_exl3.format.layout import Codebook
 from glm_exl3.ref.encode import encode_tiles
 from glm_exl3.ref.encode_host import HOST_BITS, encode_tiles_on_host

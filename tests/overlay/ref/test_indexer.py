@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from glm_exl3.cpu import torchvision
 from glm_exl3.ref import indexer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from glm_exl3.cpu import torchvision
 from glm_exl3.ref import kda
 

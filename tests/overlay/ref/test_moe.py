@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from glm_exl3.format.layout import Codebook
 from glm_exl3.ref.decode import dequantize
 from glm_exl3.ref.moe import Exl3Stack, exl3_moe, swiglu_clamped

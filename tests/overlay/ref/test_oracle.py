@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from glm_exl3.format.layout import Codebook
 from glm_exl3.ref.codebook import codebook_table
 from glm_exl3.ref.decode import codebook_values, unpack_states
