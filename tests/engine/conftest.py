@@ -1,0 +1,101 @@
+"""Fixtures of the engine tests: tiny checkpoints, made once, and runs of engine configurations."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+START_TIMEOUT_S = 420
+PROMPT_LENGTHS = (3, 9, 17, 33, 70, 150, 400, 700)
+VOCABULARY = (64, 1800)
+
+Run = Callable[..., dict[str, Any]]
+
+
+def prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> list[list[int]]:
+    """Random token ids, in one fixed order per seed."""
+    generator = random.Random(seed)
+    return [[generator.randrange(*VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "glm-exl3" / "tests"
+
+
+def make_checkpoint(family: str, out: Path, *arguments: str) -> Path:
+    """A tiny checkpoint, made by the product's own command; a finished one is reused."""
+    done = out / "config.json"
+    if not done.exists():
+        command = [sys.executable, "-m", "glm_exl3.ref.tiny", "--family", family]
+        subprocess.run([*command, "--out", str(out), *arguments], check=True)
+    return out
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """`tr3` and `full`, and for each a DFlash2 drafter under `<family>-drafter`."""
+    root = tmp_path_factory.getbasetemp().parent / "glm-exl3-checkpoints"
+    folders: dict[str, Path] = {}
+    for family in ("tr3", "full"):
+        drafter = root / f"{family}-drafter"
+        folders[family] = make_checkpoint(family, root / family, "--drafter", str(drafter))
+        folders[f"{family}-drafter"] = drafter
+    return folders
+
+
+@pytest.fixture(scope="session")
+def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`run_engine(engine, prompts, max_tokens, reference=..., repeat=..., env=...)` -> result."""
+
+    def run(
+        engine: dict[str, Any],
+        asked: list[list[int]],
+        max_tokens: int,
+        *,
+        env: dict[str, str] | None = None,
+        **job: Any,
+    ) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("engine")
+        job_path, result_path = folder / "job.json", folder / "result.json"
+        job = {"engine": engine, "prompts": asked, "max_tokens": max_tokens, **job}
+        job_path.write_text(json.dumps(job))
+        done = subprocess.run(
+            [sys.executable, str(HERE / "in_process.py"), str(job_path), str(result_path)],
+            env={**os.environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=START_TIMEOUT_S,
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        return json.loads(result_path.read_text())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def references(checkpoints: dict[str, Path], run_engine: Run) -> Callable[[str], dict[str, Any]]:
+    """One undrafted TP 1 run per family, shared by every comparison."""
+
+    @cache
+    def reference(family: str) -> dict[str, Any]:
+        engine = {"model": str(checkpoints[family]), "enable_prefix_caching": False}
+        return run_engine(engine, prompts(), 32)
+
+    return reference
+
+
+@pytest.fixture
+def work_folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path

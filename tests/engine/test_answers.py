@@ -1,0 +1,88 @@
+"""Greedy text does not depend on ranks, drafting, the prefix cache or chunked prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Run, prompts
+
+pytestmark = pytest.mark.engine
+
+FAMILIES = ("tr3", "full")
+DRAFTS = {"mtp": 2, "dflash": 7}
+Reference = Callable[[str], dict[str, Any]]
+
+
+def assert_equal(result: dict[str, Any]) -> None:
+    comparison = result["comparison"]
+    assert comparison["positions"] >= 8 * 32
+    assert not comparison["broken"], comparison
+
+
+def accepted_share(counters: dict[str, Any]) -> float:
+    return (
+        counters["vllm:spec_decode_num_accepted_tokens"]
+        / counters["vllm:spec_decode_num_draft_tokens"]
+    )
+
+
+def speculation(method: str, checkpoints: dict[str, Path], family: str) -> dict[str, Any]:
+    drafter = {"model": str(checkpoints[f"{family}-drafter"])} if method == "dflash" else {}
+    return {"method": method, "num_speculative_tokens": DRAFTS[method], **drafter}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks(
+    family: str, ranks: int, checkpoints: dict[str, Path], references: Reference, run_engine: Run
+) -> None:
+    engine = {
+        "model": str(checkpoints[family]),
+        "tensor_parallel_size": ranks,
+        "enable_prefix_caching": False,
+    }
+    lines = references(family)["lines"]
+    assert_equal(run_engine(engine, prompts(), 32, reference=lines))
+
+
+@pytest.mark.parametrize("method", DRAFTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafting(
+    family: str, method: str, checkpoints: dict[str, Path], references: Reference, run_engine: Run
+) -> None:
+    engine = {
+        "model": str(checkpoints[family]),
+        "enable_prefix_caching": False,
+        "speculative_config": speculation(method, checkpoints, family),
+    }
+    result = run_engine(engine, prompts(), 32, reference=references(family)["lines"])
+    assert_equal(result)
+    assert 0.2 <= accepted_share(result["counters"]) <= 0.8
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefix_cache(
+    family: str, checkpoints: dict[str, Path], references: Reference, run_engine: Run
+) -> None:
+    engine = {"model": str(checkpoints[family]), "enable_prefix_caching": True}
+    lines = references(family)["lines"]
+    result = run_engine(engine, prompts(), 32, reference=lines, repeat=True)
+    assert_equal(result)
+    assert result["counters"]["vllm:prefix_cache_hits"] > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunked_prefill(
+    family: str, checkpoints: dict[str, Path], references: Reference, run_engine: Run
+) -> None:
+    engine = {
+        "model": str(checkpoints[family]),
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 192,
+        "enable_chunked_prefill": True,
+    }
+    assert_equal(run_engine(engine, prompts(), 32, reference=references(family)["lines"]))
