@@ -17,7 +17,7 @@ from glm_launch.plan import LaunchPlan, RankPlan
 from glm_launch.runner import NodeState, Runner
 from glm_launch.state import Current, StateStore
 
-WORKER_GRACE_S = 10.0
+WORKER_GRACE_S = 2.0
 OnPhase = Callable[[str, float], None]
 Say = Callable[[str], None]
 
@@ -131,7 +131,10 @@ def is_stale(current: Current, states: list[NodeState]) -> bool:
 
 
 def grace_of(plan: LaunchPlan, rank: RankPlan) -> float:
-    """Seconds a rank may take to end: a worker has nothing to drain once the head is gone."""
+    """Seconds a rank may take to end: a worker has nothing to drain once the head is gone.
+
+    vLLM's headless node would wait 9 s for a process that hangs in a collective.
+    """
     grace = float(plan.stop_grace_s)
     return grace if rank.role == "head" else min(grace, WORKER_GRACE_S)
 

@@ -235,6 +235,7 @@ def _environment(number: int, settings: Settings, facts: Facts) -> dict[str, str
         "OMP_NUM_THREADS": str(len(cores)),
         "VLLM_CPU_KVCACHE_SPACE": str(settings.CPU_KV_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     }
 
 

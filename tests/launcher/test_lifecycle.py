@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from glm_launch import health, lifecycle, ports, procs
 from glm_launch.errors import (
     Finding,
@@ -179,4 +180,4 @@ def test_unhealthy_names_the_rank_and_the_missing_answer(cluster, plan) -> None:
 
 def test_a_worker_gets_less_time_to_end_than_the_head(plan) -> None:
     patient = dataclasses.replace(plan, stop_grace_s=600)
-    assert [lifecycle.grace_of(patient, rank) for rank in patient.ranks] == [600, 10]
+    assert [lifecycle.grace_of(patient, rank) for rank in patient.ranks] == [600, 2]
