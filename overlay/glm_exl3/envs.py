@@ -97,7 +97,7 @@ PLATFORM = Knob(
 PRESET = Knob("GLM_EXL3_PRESET", "", _text, "name of the launch preset, part of the rank digest")
 JOIN_TIMEOUT_S = Knob(
     "GLM_EXL3_JOIN_TIMEOUT_S",
-    600.0,
+    300.0,
     _seconds,
     "seconds a rank waits for the others before weights are read",
 )

@@ -92,9 +92,9 @@ def _apply_patches() -> None:
     from glm_exl3.quant import startup
 
     version = vllm_version()
+    startup.set_digest(make_digest())
     patches.apply_all("import", version)
     startup.before_model(lambda: _at_model(version))
-    startup.set_digest(make_digest())
 
 
 def _at_model(version: str) -> None:

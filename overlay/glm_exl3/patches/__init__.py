@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from glm_exl3 import envs
 from glm_exl3.format.errors import GlmExl3Error
 from glm_exl3.log import logger
-from glm_exl3.patches import packed_attention
+from glm_exl3.patches import packed_attention, roll_call
 from glm_exl3.patches.record import STAGES, Patch
 
 __all__ = ["PATCHES", "Patch", "apply_all", "patch_set"]
 
-PATCHES: tuple[Patch, ...] = (packed_attention.PATCH,)
+PATCHES: tuple[Patch, ...] = (packed_attention.PATCH, roll_call.PATCH)
 
 _log = logger(__name__)
 _applied: set[str] = set()

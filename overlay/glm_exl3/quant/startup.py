@@ -65,8 +65,13 @@ def raise_failure() -> None:
         ) from _state.failure
 
 
-def set_digest(digest: Digest) -> None:
-    _state.digest = digest
+def set_digest(value: Digest) -> None:
+    _state.digest = value
+
+
+def digest() -> Digest | None:
+    """This rank's digest, once registration has made it."""
+    return _state.digest
 
 
 def before_model(hook: Callable[[], None]) -> None:
@@ -87,8 +92,8 @@ def compare_digests(group: Any) -> None:
     Every rank waits at most GLM_EXL3_JOIN_TIMEOUT_S for the others. Raises GlmExl3Error on every
     rank when one is missing or differs, so all of them stop.
     """
-    digest = _state.digest
-    if digest is None or group.world_size == 1:
+    own = _state.digest
+    if own is None or group.world_size == 1:
         return
     import torch.distributed as dist
 
@@ -104,9 +109,9 @@ def compare_digests(group: Any) -> None:
             fix="look at the log of that rank; every node needs the same image and settings",
         ) from error
     gathered: list[Digest | None] = [None] * group.world_size
-    dist.all_gather_object(gathered, digest, group=group.cpu_group)
+    dist.all_gather_object(gathered, own, group=group.cpu_group)
     check_equal([entry for entry in gathered if entry is not None])
-    _log.info("rank %d of %d: %s", group.rank_in_group, group.world_size, digest)
+    _log.info("rank %d of %d: %s", group.rank_in_group, group.world_size, own)
 
 
 def check_equal(digests: list[Digest]) -> None:

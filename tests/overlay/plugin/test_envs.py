@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from glm_exl3 import envs
 from glm_exl3.format.errors import GlmExl3Error
 
@@ -10,7 +11,7 @@ from glm_exl3.format.errors import GlmExl3Error
 def test_defaults_without_any_variable() -> None:
     values = envs.check_all({})
     assert values["GLM_EXL3_BACKEND"] == "auto"
-    assert values["GLM_EXL3_JOIN_TIMEOUT_S"] == 600.0
+    assert values["GLM_EXL3_JOIN_TIMEOUT_S"] == 300.0
     assert values["GLM_EXL3_IGNORE_TENSORS"] == ()
 
 
