@@ -54,14 +54,11 @@ def pack_states(states: torch.Tensor, last_dim: int) -> torch.Tensor:
     Only the newest bits of each state are stored. Raises ValueError when the states do not form a
     closed ring, that is when unpacking would return other states.
     """
-    ends = step_ends(last_dim)
-    ring_bits = TILE * last_dim
-    bits = torch.zeros(*states.shape[:-1], ring_bits, dtype=torch.int64, device=states.device)
-    previous = 0
-    for index, end in enumerate(ends):
-        for position in range(previous, end):
-            bits[..., position] = (states[..., index].to(torch.int64) >> (end - 1 - position)) & 1
-        previous = end
+    ends = torch.tensor(step_ends(last_dim))
+    positions = torch.arange(TILE * last_dim)
+    owner = torch.searchsorted(ends, positions, right=True)
+    shift = (ends[owner] - 1 - positions).to(states.device)
+    bits = (states.to(torch.int64)[..., owner.to(states.device)] >> shift) & 1
     weights = 1 << torch.arange(31, -1, -1, device=states.device)
     words = (bits.unflatten(-1, (-1, 32)) * weights).sum(-1)
     halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(-2)
