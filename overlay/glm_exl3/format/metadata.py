@@ -61,10 +61,12 @@ class CheckpointIndex:
         index_path = folder / INDEX_FILE
         if not index_path.exists():
             return cls(folder, _checked(folder / SINGLE_FILE))
-        weight_map = _weight_map(index_path)
+        promised: dict[str, set[str]] = {}
+        for name, shard in _weight_map(index_path).items():
+            promised.setdefault(shard, set()).add(name)
         tensors: dict[str, TensorEntry] = {}
-        for shard in sorted(set(weight_map.values())):
-            tensors |= _promised(folder / shard, weight_map, shard)
+        for shard in sorted(promised):
+            tensors |= _promised(folder / shard, promised[shard])
         return cls(folder, tensors)
 
     @cached_property
@@ -102,9 +104,8 @@ def _checked(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _promised(path: Path, weight_map: Mapping[str, str], shard: str) -> dict[str, TensorEntry]:
+def _promised(path: Path, promised: set[str]) -> dict[str, TensorEntry]:
     entries = _checked(path)
-    promised = {name for name, holder in weight_map.items() if holder == shard}
     for name in sorted(promised - entries.keys()):
         raise FormatError(
             code="tensor-missing",
