@@ -219,16 +219,17 @@ def _full_shapes(
     if isinstance(module, VocabParallelEmbedding):
         yield (int(module.org_vocab_size), *value.shape[1:])
         return
-    if isinstance(module, LinearBase) and leaf == "weight":
+    if isinstance(module, LinearBase) and leaf in ("weight", "bias"):
+        inputs = (int(module.input_size),) if leaf == "weight" else ()
         sizes = getattr(module, "output_sizes", None)
         members = MERGED.get(split_prefix(name)[1], ())
         if sizes is not None and part in members:
             index = members.index(part)
             replicated = index in getattr(module, "replicated_shard_ids", ())
             size = _heads_size(module, index) or sizes[index] // (ranks if replicated else 1)
-            yield (size, int(module.input_size))
+            yield (size, *inputs)
             return
-        yield (int(module.output_size), int(module.input_size))
+        yield (int(module.output_size), *inputs)
         return
     yield tuple(value.shape)
     for dim, size in enumerate(value.shape):

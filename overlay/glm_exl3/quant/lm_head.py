@@ -106,7 +106,8 @@ class Exl3LMHeadMethod(QuantizeMethodBase):
         """Logits [..., vocabulary range of this rank]."""
         cut: VocabularyCut = layer.exl3_cut
         y: torch.Tensor = layer.exl3.apply(x, None)
-        y = y[..., layer.exl3_skip : layer.exl3_skip + cut.width]
+        if y.shape[-1] != cut.width:
+            y = y[..., layer.exl3_skip : layer.exl3_skip + cut.width].contiguous()
         return y if bias is None else y + bias
 
 

@@ -49,7 +49,7 @@ def call(meeting: Meeting) -> None:
     store.set(_key(meeting.rank), json.dumps(digest.entries))
     digests = _collect(store, meeting, deadline, timeout_s)
     startup.check_equal(digests)
-    _log.info("rank %d of %d: %s", meeting.rank, meeting.ranks, digest)
+    _log.info("all %d ranks answered the roll call", meeting.ranks)
 
 
 def _key(rank: int) -> str:

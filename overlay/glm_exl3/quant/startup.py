@@ -93,7 +93,10 @@ def compare_digests(group: Any) -> None:
     rank when one is missing or differs, so all of them stop.
     """
     own = _state.digest
-    if own is None or group.world_size == 1:
+    if own is None:
+        return
+    _log.info("rank %d of %d: %s", group.rank_in_group, group.world_size, own)
+    if group.world_size == 1:
         return
     import torch.distributed as dist
 
@@ -111,7 +114,6 @@ def compare_digests(group: Any) -> None:
     gathered: list[Digest | None] = [None] * group.world_size
     dist.all_gather_object(gathered, own, group=group.cpu_group)
     check_equal([entry for entry in gathered if entry is not None])
-    _log.info("rank %d of %d: %s", group.rank_in_group, group.world_size, own)
 
 
 def check_equal(digests: list[Digest]) -> None:

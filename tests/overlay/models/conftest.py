@@ -80,15 +80,14 @@ def build(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     from vllm.model_executor.model_loader import get_model
 
     def make(folder: Path, *, draft: bool = False, **arguments: Any) -> Any:
-        config = EngineArgs(
-            model=str(folder),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=1024,
-            max_num_seqs=4,
-            language_model_only=True,
-            **arguments,
-        ).create_engine_config()
+        settings = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_seqs": 4,
+            "language_model_only": True,
+        }
+        config = EngineArgs(model=str(folder), **(settings | arguments)).create_engine_config()
         draft_config = config.speculative_config.draft_model_config if draft else None
         with set_current_vllm_config(config):
             return get_model(vllm_config=config, model_config=draft_config)

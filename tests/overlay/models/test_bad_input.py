@@ -170,6 +170,17 @@ def test_a_missing_dense_tensor_is_named(gone: str, full: Checkpoint, refuses) -
     assert error.tensor in (known[0], f"{stem}.weight")
 
 
+@pytest.mark.parametrize(
+    "gone", ["model.visual.blocks.0.attn.qkv.weight", "model.visual.blocks.1.mlp.up_proj.bias"]
+)
+def test_a_missing_vision_tensor_is_named_where_the_tower_is_built(
+    gone: str, full: Checkpoint, build
+) -> None:
+    full.drop(gone)
+    with pytest.raises(FormatError, match=re.escape(gone)):
+        build(full.folder, language_model_only=False)
+
+
 @pytest.mark.parametrize("leaf", ["trellis", "suh", "svh"])
 @pytest.mark.parametrize(
     "module",
