@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from conftest import START_TIMEOUT_S, make_checkpoint
 
 pytestmark = pytest.mark.engine
