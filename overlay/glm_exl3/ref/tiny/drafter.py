@@ -53,7 +53,7 @@ class DraftStrength:
     code: float = 4.0
     match: float = 8.0
     guess: float = 6.0
-    walk: float = 25.0
+    walk: float = 12.0
 
 
 def drafter_tensors(

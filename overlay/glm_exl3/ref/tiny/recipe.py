@@ -78,7 +78,7 @@ RECIPES: Mapping[Family, Recipe] = {
         dtype=torch.bfloat16,
         fused_kda=False,
         shared_gate_scales=True,
-        pull=0.58,
+        pull=0.565,
     ),
     Family.FULL: Recipe(
         codebook=Codebook.MUL1,
@@ -99,7 +99,7 @@ RECIPES: Mapping[Family, Recipe] = {
         dtype=torch.float16,
         fused_kda=True,
         shared_gate_scales=False,
-        pull=0.6,
+        pull=0.58,
     ),
 }
 
