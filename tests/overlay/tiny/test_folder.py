@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from glm_exl3.format.metadata import CheckpointIndex, exl3_modules
+from glm_exl3.format.metadata import CheckpointIndex, check_checkpoint, exl3_modules
 from glm_exl3.ref.tiny.build import build_drafter, build_target
 from glm_exl3.ref.tiny.folder import shards
 from glm_exl3.ref.tiny.recipe import RECIPES, Family, Role
@@ -21,6 +21,7 @@ FILES = {
     "config.json",
     "generation_config.json",
     "model.safetensors.index.json",
+    "processor_config.json",
     "quantization_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -84,6 +85,7 @@ def test_tensor_storage_describes_what_is_stored(folders: dict[str, Path], famil
 
 
 def test_headers_are_those_of_valid_packed_modules(folders: dict[str, Path], family: str) -> None:
+    check_checkpoint(folders[family])
     modules = exl3_modules(CheckpointIndex.read(folders[family]))
     experts = 3 * 8 * (3 + 1)
     assert len(modules) > experts if family == "full" else len(modules) == experts

@@ -11,6 +11,7 @@ import torch
 from glm_exl3.format.layout import Codebook
 from glm_exl3.ref.decode import dequantize
 from glm_exl3.ref.tiny.geometry import geometry
+from glm_exl3.ref.tiny.tokenizer import token_id
 from glm_exl3.ref.tiny.twin import dequantised_state_dict, read_tensors
 
 TEXT = geometry().text
@@ -82,6 +83,20 @@ def test_fp32_tensors_are_the_same_number_in_bf16(folders: dict[str, Path], fami
     for name, value in read_tensors(folders[family]).items():
         if value.dtype is torch.float32:
             assert torch.equal(value, value.to(torch.bfloat16).float()), name
+
+
+def test_transformers_processes_text_with_an_image(folders: dict[str, Path], family: str) -> None:
+    from glm_exl3.cpu import torchvision
+
+    torchvision.prepare()
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(folders[family])
+    text = "<|user|><|begin_of_image|><|image|><|end_of_image|>"
+    made = processor(text=[text], images=[Image.new("RGB", (84, 56))], return_tensors="pt")
+    merged = made["image_grid_thw"].prod() // geometry().vision.spatial_merge_size ** 2
+    assert (made["input_ids"] == token_id("<|image|>")).sum() == merged
 
 
 def test_activations_reach_the_clamp_in_dense_shared_and_routed_experts(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from glm_exl3.ref.tiny import configs
 from glm_exl3.ref.tiny.drafter import drafter_tensors
@@ -22,6 +23,10 @@ from glm_exl3.ref.tiny.target import target_tensors
 from glm_exl3.ref.tiny.twin import dequantised_state_dict
 
 Progress = Callable[[str], None]
+
+
+def _processor() -> dict[str, dict[str, Any]]:
+    return {"processor_config.json": configs.processor_config(geometry().vision)}
 
 
 def _silent(_: str) -> None:
@@ -45,7 +50,7 @@ def build_target(
     tensors = target_tensors(family, geometry(), seed)
     quantization = configs.quantization(RECIPES[family], tensors)
     progress(f"writing {folder}")
-    write_folder(folder, tensors, configs.target_config(geometry(), quantization))
+    write_folder(folder, tensors, configs.target_config(geometry(), quantization), _processor())
 
 
 def build_twin(
@@ -56,7 +61,7 @@ def build_twin(
     config = configs.target_config(geometry(), None)
     if not mtp:
         config["text_config"]["num_nextn_predict_layers"] = 0
-    write_folder(folder, dequantised_state_dict(packed, mtp=mtp), config)
+    write_folder(folder, dequantised_state_dict(packed, mtp=mtp), config, _processor())
 
 
 def build_drafter(

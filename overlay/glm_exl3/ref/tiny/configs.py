@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from glm_exl3.format.layout import MCG_MARKER, MUL1_MARKER, TILE
-from glm_exl3.ref.tiny.geometry import Geometry, TextGeometry
+from glm_exl3.ref.tiny.geometry import Geometry, TextGeometry, VisionGeometry
 from glm_exl3.ref.tiny.recipe import Recipe, Role
 from glm_exl3.ref.tiny.tokenizer import END_ENTRIES, MASK_ENTRY, token_id
 
@@ -117,6 +117,23 @@ def generation_config() -> Json:
         "do_sample": True,
         "temperature": 1.0,
         "top_p": 0.95,
+    }
+
+
+def processor_config(vision: VisionGeometry) -> Json:
+    """processor_config.json of the target: image and video sizes by their token budget."""
+    sizes = {
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "patch_expand_factor": 1,
+        "min_image_tokens": 4,
+        "max_image_tokens": 64,
+    }
+    return {
+        "processor_class": "Glm5NextProcessor",
+        "image_processor": sizes | {"image_processor_type": "Glm5NextImageProcessor"},
+        "video_processor": sizes | {"video_processor_type": "Glm5NextVideoProcessor"},
     }
 
 

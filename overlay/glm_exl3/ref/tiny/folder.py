@@ -74,12 +74,13 @@ def write_folder(
     folder: Path,
     tensors: Mapping[str, Tensor],
     config: Mapping[str, Any],
+    extra: Mapping[str, Mapping[str, Any]] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """A complete checkpoint folder, replacing one of an earlier run.
 
     `config` becomes config.json; when it has a `quantization_config`, quantization_config.json
-    repeats that with the stored tensors of every module.
+    repeats that with the stored tensors of every module. `extra` are further JSON files by name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in [*folder.glob("*.safetensors"), *folder.glob("*.json"), *folder.glob("*.jinja")]:
@@ -87,6 +88,8 @@ def write_folder(
     write_shards(folder, tensors, shard_bytes)
     write_tokenizer(folder)
     write_json(folder / "generation_config.json", generation_config())
+    for name, document in (extra or {}).items():
+        write_json(folder / name, document)
     quantization = config.get("quantization_config")
     if quantization is not None:
         storage = {"tensor_storage": tensor_storage(tensors)}
