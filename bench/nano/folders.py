@@ -75,6 +75,8 @@ def write_target(folder: Path, tensors: Tensors, recipe: Recipe, common: set[str
     quantization = configs.quantization(recipe, tensors)
     storage = {"tensor_storage": configs.tensor_storage(tensors)}
     write_json(folder / "quantization_config.json", quantization | storage)
+    vision = nano_geometry().vision
+    write_json(folder / "processor_config.json", configs.processor_config(vision))
     write_json(folder / "config.json", configs.target_config(nano_geometry(), quantization))
 
 

@@ -18,5 +18,6 @@ __all__ = ["Geometry", "TextGeometry", "nano_geometry"]
 
 @cache
 def nano_geometry() -> Geometry:
-    """The dimensions of the miniature, its vision tower and its drafter."""
-    return parse(json.loads(GEOMETRY_FILE.read_text(encoding="utf-8"))["nano"])
+    """The dimensions of the miniature and its drafter; the vision tower is the tiny one's."""
+    document = json.loads(GEOMETRY_FILE.read_text(encoding="utf-8"))
+    return parse({"vision": document["vision"], **document["nano"]})
