@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -119,3 +123,31 @@ def test_few_rows_take_the_fp32_copy_and_give_the_same(rows: int) -> None:
 
 def test_other_dtypes_have_no_copy() -> None:
     assert reference.widen(torch.ones(2, 2)) is None
+
+
+COMPILED = """
+import torch
+from glm_exl3.format.layout import Codebook
+from glm_exl3.ops.matrix import PackedMatrix
+from glm_exl3.quant.linear import LoadedLinear, Term
+
+trellis = torch.randint(-(2**15), 2**15, (8, 16, 48), dtype=torch.int16)
+packed = PackedMatrix(trellis, torch.ones(128).half(), torch.ones(256).half() / 9, Codebook.MUL1)
+loaded = LoadedLinear((Term(packed, 200, 128), Term(torch.randn(8, 128), 8, 128)), "reference")
+graphs = []
+
+def record(graph, example):
+    graphs.append(graph.code)
+    return graph.forward
+
+x = torch.randn(3, 128)
+compiled = torch.compile(lambda y: loaded.apply(y, None), backend=record, fullgraph=True)
+torch.testing.assert_close(compiled(x), loaded.apply(x, None))
+assert graphs[0].count("exl3_linear") == 1, graphs
+"""
+
+
+def test_a_compiled_graph_holds_the_operation_as_one_node() -> None:
+    """vLLM compiles drafters; the CPU platform turns that off unless the variable is set."""
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "0"}
+    subprocess.run([sys.executable, "-c", COMPILED], check=True, env=environment)
