@@ -28,7 +28,8 @@ VISIBLE = slice(64, None)
 QUIET = 0.1
 CODE_RMS = 1.0
 FLAG = 8.0
-_LOUDNESS = {"</think>": 1.25, "<|endoftext|>": 1.0}
+# Loud enough that thinking ends after some tens of tokens; an answer ends by chance or by length.
+_LOUDNESS = {"</think>": 2.0, "<|endoftext|>": 1.0}
 
 
 @dataclass(frozen=True)
