@@ -66,15 +66,16 @@ def test_the_indexer_learns_where_attention_goes() -> None:
     x, residual = torch.randn(1, 96, 256), torch.randn(1, 96, 256)
     q, k = torch.randn(1, 2, 96, 16), torch.randn(1, 2, 96, 16)
     k[:, :, 32:48] += 2 * q.mean(2, keepdim=True)
-    optimiser = torch.optim.Adam(indexer.parameters(), lr=1e-2)
     losses = []
-    for _ in range(4):
+    for _ in range(6):
         loss, _ = teach(indexer(x, residual), q, k, 16, 4)
-        optimiser.zero_grad()
+        indexer.zero_grad()
         loss.backward()
-        optimiser.step()
+        with torch.no_grad():
+            for parameter in indexer.parameters():
+                parameter -= 0.1 * parameter.grad / parameter.grad.norm().clamp_min(1e-9)
         losses.append(loss.item())
-    assert losses[-1] < 0.85 * losses[0]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_sparse_attention_equals_dense_while_all_pools_fit() -> None:
