@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from glm_exl3.format.errors import FormatError, GlmExl3Error
 
+pytestmark = pytest.mark.slow
+
 INDEX = "model.safetensors.index.json"
 LAYERS = "model.language_model.layers"
 
@@ -295,7 +297,6 @@ def test_a_config_that_lacks_a_key(key: str, full: Checkpoint, refuses) -> None:
     assert "config.json" in str(error)
 
 
-@pytest.mark.slow
 def test_no_random_mutation_loads(copied, build) -> None:
     """Seeded random damage to random tensors: loading must fail, whatever was hit."""
     chance = random.Random(1)

@@ -147,6 +147,7 @@ assert graphs[0].count("exl3_linear") == 1, graphs
 """
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_holds_the_operation_as_one_node() -> None:
     """vLLM compiles drafters; the CPU platform turns that off unless the variable is set."""
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "0"}

@@ -68,6 +68,7 @@ def test_importing_the_plugin_imports_neither_torch_nor_vllm() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_vllm_finds_configuration_models_and_no_device() -> None:
     code = """
 from glm_exl3 import plugin
