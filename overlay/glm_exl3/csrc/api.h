@@ -13,10 +13,10 @@ namespace exl3 {
 
 constexpr int kUnsupported = -1;
 
-// How many ways the MoE decode kernels cut k, at most: `wanted` unless zero. Fixed by the number of
-// tokens alone, as which experts meet is unknown on the host.
-constexpr int moe_split(int tokens, int wanted) {
-    return wanted > 0 ? (wanted < 8 ? wanted : 8) : tokens > 1 && tokens <= 32 ? 1 : 2;
+// How many ways the MoE decode kernels cut k: `wanted` unless zero. The same for up to eight tokens, so
+// that a token's bits do not depend on its neighbours.
+constexpr int moe_split(int tokens, int intermediate, int wanted) {
+    return wanted > 0 ? (wanted < 8 ? wanted : 8) : tokens <= 32 && intermediate > 1024 ? 1 : 2;
 }
 
 // One packed matrix family: `experts` matrices of k x n, `parts` of them side by side (2 for
@@ -82,6 +82,19 @@ struct DequantArguments {
     int out_type, k, n, bits2, codebook, rotated;
 };
 int dequant(const DequantArguments& arguments, cudaStream_t stream);
+
+// states [tiles, 256] = the encoder's closed rings for x [tiles, 256]; `table` is the codebook's 65536
+// half values. The workspace holds the history of as many blocks as it has room for.
+struct EncodeArguments {
+    const float* x;
+    const void* table;
+    int* states;
+    float* workspace;
+    int64_t tiles, workspace_floats;
+    int bits;
+};
+int64_t encode_workspace_floats(int64_t tiles, int bits, int blocks);
+int encode(const EncodeArguments& arguments, cudaStream_t stream);
 
 // out = had128(x * pre) * post over the last dimension; pre and post are half or null.
 struct HadamardArguments {

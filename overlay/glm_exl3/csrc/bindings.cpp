@@ -50,6 +50,9 @@ void check(int error, const char* op) {
 const void* pointer(const std::optional<Tensor>& t) { return t ? t->data_ptr() : nullptr; }
 
 exl3::Packed packed(const Tensor& trellis, const Tensor& suh, const Tensor& svh, int64_t codebook) {
+    if (!trellis.is_contiguous() || !suh.is_contiguous() || !svh.is_contiguous()) {
+        throw std::runtime_error("glm_exl3_cuda: packed weights must be contiguous");
+    }
     exl3::Packed w = {};
     const int64_t d = trellis.dim();
     w.trellis = static_cast<const uint32_t*>(trellis.data_ptr());
@@ -130,6 +133,9 @@ void linear_decode(Tensor x, Tensor trellis, Tensor suh, Tensor svh, int64_t cod
 
 void dequant(Tensor trellis, std::optional<Tensor> suh, std::optional<Tensor> svh, int64_t codebook,
              Tensor out) {
+    if (!trellis.is_contiguous() || !out.is_contiguous()) {
+        throw std::runtime_error("glm_exl3_cuda: trellis and out must be contiguous");
+    }
     exl3::DequantArguments a = {};
     a.trellis = static_cast<const uint32_t*>(trellis.data_ptr());
     a.suh = pointer(suh);
@@ -142,6 +148,22 @@ void dequant(Tensor trellis, std::optional<Tensor> suh, std::optional<Tensor> sv
     a.bits2 = static_cast<int>(trellis.size(2) / 8);
     a.codebook = static_cast<int>(codebook);
     check(exl3::dequant(a, stream_of(trellis)), "dequant");
+}
+
+void encode(Tensor x, Tensor table, int64_t bits, Tensor workspace, Tensor states) {
+    exl3::EncodeArguments a = {};
+    a.x = static_cast<const float*>(x.data_ptr());
+    a.table = table.data_ptr();
+    a.states = static_cast<int*>(states.data_ptr());
+    a.workspace = static_cast<float*>(workspace.data_ptr());
+    a.tiles = x.size(0);
+    a.workspace_floats = workspace.numel();
+    a.bits = static_cast<int>(bits);
+    check(exl3::encode(a, stream_of(x)), "encode");
+}
+
+int64_t encode_workspace(int64_t tiles, int64_t bits, int64_t blocks) {
+    return exl3::encode_workspace_floats(tiles, static_cast<int>(bits), static_cast<int>(blocks));
 }
 
 void had128(Tensor x, std::optional<Tensor> pre, std::optional<Tensor> post, Tensor out) {
@@ -200,6 +222,8 @@ STABLE_TORCH_LIBRARY(glm_exl3_cuda, m) {
           "Tensor? bias, int split_k, Tensor(a!) counters, Tensor(b!) workspace, "
           "Tensor(c!) out) -> ()");
     m.def("dequant(Tensor trellis, Tensor? suh, Tensor? svh, int codebook, Tensor(a!) out) -> ()");
+    m.def("encode(Tensor x, Tensor table, int bits, Tensor(a!) workspace, Tensor(b!) states) -> ()");
+    m.def("encode_workspace(int tiles, int bits, int blocks) -> int");
     m.def("had128(Tensor x, Tensor? pre, Tensor? post, Tensor(a!) out) -> ()");
     m.def("moe_decode_counters(int tokens, int top_k, int hidden, int intermediate) -> int");
     m.def("moe_decode_workspace(int tokens, int top_k, int hidden, int intermediate, int split_k) "
@@ -215,12 +239,14 @@ STABLE_TORCH_LIBRARY_IMPL(glm_exl3_cuda, CUDA, m) {
     m.impl("moe_prefill", TORCH_BOX(&moe_prefill));
     m.impl("linear_decode", TORCH_BOX(&linear_decode));
     m.impl("dequant", TORCH_BOX(&dequant));
+    m.impl("encode", TORCH_BOX(&encode));
     m.impl("had128", TORCH_BOX(&had128));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(glm_exl3_cuda, CompositeExplicitAutograd, m) {
     m.impl("moe_decode_counters", TORCH_BOX(&moe_decode_counters));
     m.impl("moe_decode_workspace", TORCH_BOX(&moe_decode_workspace));
+    m.impl("encode_workspace", TORCH_BOX(&encode_workspace));
     m.impl("moe_prefill_workspace", TORCH_BOX(&moe_prefill_workspace));
     m.impl("linear_decode_counters", TORCH_BOX(&linear_decode_counters));
     m.impl("linear_decode_workspace", TORCH_BOX(&linear_decode_workspace));

@@ -34,15 +34,23 @@ __device__ __forceinline__ uint32_t hash_state(uint32_t state) {
 // (a & b) ^ c and a * b + c with both constants in registers: given two literals the compiler
 // splits the first into two instructions and turns the second into shifts on the busier pipe.
 __device__ __forceinline__ uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) {
+#ifdef __CUDA_ARCH__
     uint32_t d;
     asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
+#else
+    return (a & b) ^ c;
+#endif
 }
 
 __device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+#ifdef __CUDA_ARCH__
     uint32_t d;
     asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
+#else
+    return a * b + c;
+#endif
 }
 
 // 3inst and mcg: two halves whose sum is the weight.
@@ -55,10 +63,9 @@ __device__ __forceinline__ uint32_t byte_sum_half(uint32_t hashed) {
     return __dp4a(hashed, 0x01010101u, 0x6400u);
 }
 
-// Weight of one state, rounded as the format defines it.
+// Weight of a hashed state, rounded as the format defines it.
 template <Codebook C>
-__device__ __forceinline__ __half decode_state(uint32_t state) {
-    const uint32_t x = hash_state<C>(state);
+__device__ __forceinline__ __half hashed_weight(uint32_t x) {
     if constexpr (C == Codebook::kMul1) {
         const __half sum = __ushort_as_half(static_cast<unsigned short>(byte_sum_half(x)));
         return __hfma(sum, __ushort_as_half(0x1eee), __ushort_as_half(0xc931));
@@ -67,6 +74,11 @@ __device__ __forceinline__ __half decode_state(uint32_t state) {
         return __hadd(__ushort_as_half(static_cast<unsigned short>(w & 0xffffu)),
                       __ushort_as_half(static_cast<unsigned short>(w >> 16)));
     }
+}
+
+template <Codebook C>
+__device__ __forceinline__ __half decode_state(uint32_t state) {
+    return hashed_weight<C>(hash_state<C>(state));
 }
 
 // Which ring words a lane reads and by how much it shifts them; constant over a kernel.

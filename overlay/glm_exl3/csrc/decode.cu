@@ -28,7 +28,7 @@ int64_t moe_decode_counters(int tokens, int top_k, int hidden, int intermediate)
 
 int64_t moe_decode_workspace_bytes(int tokens, int top_k, int hidden, int intermediate, int split_k) {
     const int64_t pairs = static_cast<int64_t>(tokens) * top_k;
-    const int split = moe_split(tokens, split_k);
+    const int split = moe_split(tokens, intermediate, split_k);
     return aligned(pairs * (intermediate / 128) * 4) + aligned(pairs * intermediate * 2) +
            aligned(pairs * hidden * split * 4) + pairs * intermediate * 2 * split * 4;
 }

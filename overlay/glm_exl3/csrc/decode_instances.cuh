@@ -17,7 +17,7 @@ int down_instance(const MoeArguments& a, cudaStream_t stream) {
 
 template <int K, Codebook C>
 int linear_instance(const LinearArguments& a, cudaStream_t stream) {
-    if (a.tokens <= 8) return launch_linear<K, C, 1>(a, stream);
+    if (a.tokens <= 8 || !has_wide_shared()) return launch_linear<K, C, 1>(a, stream);
     if (a.tokens <= 16) return launch_linear<K, C, 2>(a, stream);
     return launch_linear<K, C, 4>(a, stream);
 }

@@ -9,14 +9,15 @@
 namespace exl3 {
 
 constexpr int kBlocksPerLaunch = 528;  // four blocks on each of 132 multiprocessors
+constexpr int kLinearBytes = 64 * 1024;  // with which three fit; twice it for groups of 16 and 32
 constexpr int kEnoughBlocks = 3 * kBlocksPerLaunch;
 constexpr int kFusedRotation = 2;  // up to so many tokens every block rotates for itself
 constexpr int kBlockBytes = 54 * 1024;  // shared memory with which four blocks fit there
 
 inline int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// How many ways to cut k: all blocks at once if they are few, else so many that the last, partly
-// filled round of blocks weighs little.
+// How many ways to cut k: as often as possible if the column blocks are few, else up to four times,
+// until the last, partly filled round of blocks weighs little.
 inline int split_for(int blocks, int k_blocks, int wanted) {
     const int most = std::min(k_blocks, kMaxSplit);
     if (wanted > 0) return std::min(wanted, most);
@@ -50,6 +51,17 @@ int launch(void (*kernel)(Parameters...), dim3 grid, int bytes, cudaStream_t str
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
+// Whether a block may have the shared memory that groups of 16 and 32 tokens take.
+inline bool has_wide_shared() {
+    static const bool wide = [] {
+        int device = 0, bytes = 0;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+        return bytes >= 2 * kLinearBytes;
+    }();
+    return wide;
+}
+
 inline bool supports_dependent_launch() {
     static const bool supported = [] {
         int device = 0, major = 0;
@@ -74,7 +86,7 @@ inline DecodeScratch carve(const MoeArguments& a) {
     s.down_counters = a.counters + pairs * (intermediate / 128);
     s.intermediate_scale = reinterpret_cast<float*>(take(pairs * (intermediate / 128) * 4));
     s.intermediate = reinterpret_cast<__half*>(take(pairs * intermediate * 2));
-    s.down_parts = reinterpret_cast<float*>(take(pairs * hidden * moe_split(a.tokens, a.split_k) * 4));
+    s.down_parts = reinterpret_cast<float*>(take(pairs * hidden * moe_split(a.tokens, a.w13.n, a.split_k) * 4));
     s.gate_parts = reinterpret_cast<float*>(at);
     return s;
 }
@@ -97,7 +109,7 @@ struct Parts {
 template <int K, Codebook C>
 int launch_gate_up(const MoeArguments& a, cudaStream_t stream) {
     using Work = Stream<K, C, 1, 2>;
-    const Parts parts(a.w13.k, moe_split(a.tokens, a.split_k));
+    const Parts parts(a.w13.k, moe_split(a.tokens, a.w13.n, a.split_k));
     const int row_bytes = parts.size * 2 * (a.same_suh ? 1 : 2);
     const int cap = row_cap(a.tokens, Work::kRingBytes, row_bytes);
     const int bytes = std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes);
@@ -108,7 +120,7 @@ int launch_gate_up(const MoeArguments& a, cudaStream_t stream) {
 template <int K, Codebook C>
 int launch_down(const MoeArguments& a, cudaStream_t stream) {
     using Work = Stream<K, C, 1, 1>;
-    const Parts parts(a.w2.k, moe_split(a.tokens, a.split_k));
+    const Parts parts(a.w2.k, moe_split(a.tokens, a.w13.n, a.split_k));
     const int row_bytes = parts.size * 2;
     const int cap = row_cap(a.tokens, Work::kRingBytes, row_bytes);
     const int bytes = std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes);
@@ -122,11 +134,12 @@ int launch_linear(const LinearArguments& a, cudaStream_t stream) {
     const int groups = (a.tokens + Work::kRows - 1) / Work::kRows;
     const int rows = std::min(Work::kRows, a.tokens);
     const int blocks = a.w.n / 128, k_blocks = a.w.k / 128;
-    int split = split_for(groups * blocks, k_blocks, a.split_k);
-    // Keep the activations of a block within its share of shared memory.
-    const int budget = (NT == 1 ? kBlockBytes : 2 * kBlockBytes) - Work::kRingBytes;
+    int split = split_for(blocks, k_blocks, a.split_k);
+    // Keep a full group's activations within a block's share of shared memory; by shape alone, so
+    // that a token's bits do not depend on its neighbours.
+    const int budget = kLinearBytes * (NT == 1 ? 1 : 2) - Work::kRingBytes;
     while (split < k_blocks && split < kMaxSplit &&
-           rows * ((k_blocks + split - 1) / split) * 256 > budget) {
+           Work::kRows * ((k_blocks + split - 1) / split) * 256 > budget) {
         ++split;
     }
     const Parts parts(a.w.k, split);

@@ -21,10 +21,11 @@ struct PrefillScratch {
     Tile* tiles;            // [pairs / 128 + experts]
     int* row_pair;          // [pairs], pair of each sorted row
     int* row_expert;        // [pairs]
+    int* expert_first;      // [experts], first sorted row
     float* row_scale;       // [inputs, pairs], inverse of the rotated row's power of two
     float* down_scale;      // [experts], power of two on the intermediate
-    __half* rotated;        // [inputs, pairs, H]
-    __half* intermediate;   // [pairs, I]
+    __half* rotated;        // [inputs, H/64, pairs, 64], swizzled
+    __half* intermediate;   // [I/64, pairs, 64], swizzled
     __nv_bfloat16* routed;  // [pairs, H], by pair
 };
 
@@ -42,6 +43,7 @@ inline PrefillScratch carve_prefill(void* workspace, int64_t pairs, int64_t hidd
     s.tiles = reinterpret_cast<Tile*>(take((pairs / kTileRows + experts) * sizeof(Tile)));
     s.row_pair = reinterpret_cast<int*>(take(pairs * 4));
     s.row_expert = reinterpret_cast<int*>(take(pairs * 4));
+    s.expert_first = reinterpret_cast<int*>(take(experts * 4));
     s.row_scale = reinterpret_cast<float*>(take(inputs * pairs * 4));
     s.down_scale = reinterpret_cast<float*>(take(experts * 4));
     s.rotated = reinterpret_cast<__half*>(take(inputs * pairs * hidden * 2));
@@ -49,6 +51,16 @@ inline PrefillScratch carve_prefill(void* workspace, int64_t pairs, int64_t hidd
     s.routed = reinterpret_cast<__nv_bfloat16*>(take(pairs * hidden * 2));
     *total = at - static_cast<unsigned char*>(workspace);
     return s;
+}
+
+// Stores a lane's four columns of one row in the order the matrix unit wants in shared memory: blocks
+// of 64 columns, whose 16-byte chunks are permuted by the row's number in its tile. A tile's part of a
+// block is then one contiguous copy.
+__device__ __forceinline__ void store_swizzled(__half* target, int64_t rows, int64_t row, int in_tile,
+                                               int column, const Quad& q) {
+    const int chunk = ((column & 63) >> 3) ^ (in_tile & 7);
+    const int64_t at = ((column >> 6) * rows + row) * 64 + chunk * 8 + (column & 7);
+    store_quad(target, Type::kHalf, at, q);
 }
 
 // Largest intermediate magnitude the scale of the down input allows for: limit squared, or this.

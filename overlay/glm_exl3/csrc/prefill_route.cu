@@ -34,6 +34,7 @@ __global__ void __launch_bounds__(kMaxExperts) route_kernel(const MoeArguments a
     }
     const int first = rows[me] - mine, first_tile = tiles[me] - my_tiles;
     if (me == kMaxExperts - 1) *s.tile_count = tiles[me];
+    if (me < a.experts) s.expert_first[me] = first;
     for (int t = 0; t < my_tiles; ++t) {
         s.tiles[first_tile + t] = {me, first + t * kTileRows, min(kTileRows, mine - t * kTileRows), 0};
     }
@@ -84,12 +85,14 @@ __global__ void __launch_bounds__(kThreads) rotate_pairs_kernel(const MoeArgumen
     if (lane == 0) bounds[warp][0] = bound;
     __syncthreads();
     const float scale = row_scale(bounds, 0);
-    const int64_t row = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
-    if (threadIdx.x == 0) s.row_scale[row] = 1.0f / scale;
+    const int64_t first = static_cast<int64_t>(blockIdx.y) * gridDim.x;
+    if (threadIdx.x == 0) s.row_scale[first + blockIdx.x] = reciprocal_of_power(scale);
+    __half* input = s.rotated + first * hidden;
+    const int in_tile = blockIdx.x - s.expert_first[expert];
     for (int block = warp * 128; block < hidden; block += kWarps * 128) {
         const int at = block + lane * 4;
         const Quad q = load_quad(a.x, x_type, index + at) * load_quad(suh + at);
-        store_quad(s.rotated, Type::kHalf, row * hidden + at, hadamard128(q * scale, lane));
+        store_swizzled(input, gridDim.x, blockIdx.x, in_tile, at, hadamard128(q * scale, lane));
     }
 }
 

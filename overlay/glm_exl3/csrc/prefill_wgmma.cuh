@@ -3,7 +3,7 @@
 //
 // Each warp decodes its own tile of every k step into the A registers of a warpgroup multiply whose
 // B operand, the rotated activations, all warpgroups share in swizzled shared memory. While one step
-// multiplies, the next is decoded; copies run two stages ahead.
+// multiplies, the next is decoded; bulk copies run ahead.
 #pragma once
 
 #include "prefill.cuh"
@@ -12,8 +12,8 @@
 namespace exl3 {
 
 constexpr int kPrefillThreads = 512;
-constexpr int kPrefillStages = 4;
 constexpr int kStageK = 64;
+constexpr int kMaxStages = 8;
 constexpr int kEpilogueStride = 260;  // words; twice it is 8 mod 32 banks
 constexpr int kEpilogueBytes = 64 * kEpilogueStride * 4;
 constexpr int kInputBytes = kTileRows * kStageK * 2;
@@ -21,46 +21,61 @@ constexpr int kInputBytes = kTileRows * kStageK * 2;
 template <int K, Codebook C>
 struct PrefillProduct {
     static constexpr int kTileWords = 8 * K;
-    static constexpr int kStepBytes = 8 * kTileWords * 4;          // one k tile of 128 columns
+    static constexpr int kStepBytes = 8 * kTileWords * 4;  // one k tile of 128 columns
     static constexpr int kWeightBytes = 2 * (kStageK / 16) * kStepBytes;
 
     __host__ __device__ static constexpr int stage_bytes(int inputs) {
         return (inputs * kInputBytes + kWeightBytes + 1023) / 1024 * 1024;
     }
+    // A power of two that fits shared memory.
+    __host__ __device__ static constexpr int stage_count(int inputs) {
+        return stage_bytes(inputs) * 8 <= 224 * 1024 ? 8 : 4;
+    }
 
-    // Where one work item reads: two column blocks of weights, `rows` rows of one or two inputs.
+    // Where one work item reads: two column blocks of weights, `row_count` rows of one or two inputs.
     struct Source {
         const unsigned char* weights[2];
-        const __half* rows[2];
-        int64_t weight_row_bytes;
+        const unsigned char* rows[2];
+        int64_t weight_row_bytes, row_block_bytes;
         int k, row_count, inputs;
     };
 
-    template <int N>
-    __device__ __forceinline__ static void copy_stage(uint32_t stage, const Source& source, int s) {
-        for (int input = 0; input < source.inputs; ++input) {
-#pragma unroll
-            for (int i = 0; i < (N * 8 + kPrefillThreads - 1) / kPrefillThreads; ++i) {
-                const int at = i * kPrefillThreads + threadIdx.x, row = at >> 3, chunk = at & 7;
-                if (N * 8 % kPrefillThreads != 0 && row >= N) break;
-                const __half* from = source.rows[input] +
-                                     static_cast<int64_t>(min(row, source.row_count - 1)) * source.k +
-                                     s * kStageK + chunk * 8;
-                copy_async_16(stage + input * kInputBytes + row * 128 + ((chunk ^ (row & 7)) * 16), from);
+    // Ring of stages; `turn` counts the stages of all work items so far.
+    struct Ring {
+        uint32_t base, barriers;
+        int bytes, count, turn;
+    };
+
+    // What one warp copies of every stage: warps 0-7 a line of weights each, warps 8 and 9 an input.
+    struct Copy {
+        const unsigned char* from;
+        int64_t stride;
+        int offset, bytes;
+
+        __device__ __forceinline__ Copy(const Source& source, int warp) {
+            if (warp < 8) {
+                from = source.weights[warp >> 2] + (warp & 3) * source.weight_row_bytes;
+                stride = 4 * source.weight_row_bytes;
+                offset = source.inputs * kInputBytes + warp * kStepBytes;
+                bytes = kStepBytes;
+            } else {
+                from = source.rows[warp & 1];
+                stride = source.row_block_bytes;
+                offset = (warp & 1) * kInputBytes;
+                bytes = warp < 8 + source.inputs ? source.row_count * kStageK * 2 : 0;
             }
         }
-        const uint32_t weights = stage + source.inputs * kInputBytes;
-        constexpr int kRowChunks = kStepBytes / 16;
-#pragma unroll
-        for (int i = 0; i < (kWeightBytes / 16 + kPrefillThreads - 1) / kPrefillThreads; ++i) {
-            const int at = i * kPrefillThreads + threadIdx.x;
-            if (kWeightBytes / 16 % kPrefillThreads != 0 && at >= kWeightBytes / 16) break;
-            const int line = at / kRowChunks, chunk = at - line * kRowChunks;
-            const int block = line >> 2, step = line & 3;
-            const unsigned char* from = source.weights[block] +
-                                        (s * 4 + step) * source.weight_row_bytes + chunk * 16;
-            copy_async_16(weights + at * 16, from);
-        }
+    };
+
+    // One lane of each copying warp; warp 8 also announces the bytes of all. The announcement is the
+    // only arrival of the stage's barrier, so copies may finish before it.
+    __device__ __forceinline__ static void copy_stage(const Ring& ring, const Source& source, Copy& copy,
+                                                      int s, int warp) {
+        const int slot = (ring.turn + s) & (ring.count - 1);
+        const uint32_t stage = ring.base + slot * ring.bytes, barrier = ring.barriers + slot * 8;
+        if (warp == 8) barrier_expect(barrier, source.inputs * copy.bytes + kWeightBytes);
+        copy_bulk(stage + copy.offset, copy.from, copy.bytes, barrier);
+        copy.from += copy.stride;
     }
 
     // The lane's eight weights of a tile as the A registers of m64k16.
@@ -94,38 +109,38 @@ struct PrefillProduct {
     }
 
     template <int N>
-    __device__ __forceinline__ static void multiply(unsigned char* shared, const Source& source,
-                                                    float (&acc)[N / 2]) {
+    __device__ __forceinline__ static void multiply(unsigned char* shared, Ring& ring,
+                                                    const Source& source, float (&acc)[N / 2]) {
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
         const LaneMap<K> map(lane);
         const int stages = source.k / kStageK;
-        const int bytes = stage_bytes(source.inputs);
-        const uint32_t base = shared_address(shared);
-        const int block = warp >> 3;
-        const int input = source.inputs == 2 ? block : 0;
+        const int block = warp >> 3, input = source.inputs == 2 ? block : 0;
+        const int pause = ring.count / 4;  // stages between barriers of the whole block
+        const int weight_offset = source.inputs * kInputBytes + block * 4 * kStepBytes +
+                                  (warp & 7) * kTileWords * 4;
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) acc[i] = 0.0f;
-#pragma unroll
-        for (int s = 0; s < kPrefillStages - 2; ++s) {
-            if (s < stages) copy_stage<N>(base + s * bytes, source, s);
-            copy_async_commit();
-        }
+        int issued = 0;
+        Copy copy(source, warp);
         uint32_t a[2][4];
 #pragma unroll 1
         for (int s = 0; s < stages; ++s) {
-            copy_async_wait<kPrefillStages - 3>();
-            fence_async_proxy();
-            __syncthreads();
-            const int ahead = s + kPrefillStages - 2;
-            if (ahead < stages) {
-                copy_stage<N>(base + (ahead % kPrefillStages) * bytes, source, ahead);
+            if ((s & (pause - 1)) == 0) {
+                // Behind the barrier all warps have finished reading the stages before s - 1.
+                __syncthreads();
+                if (lane == 0 && copy.bytes > 0) {
+                    const int limit = min(stages, s - 1 + ring.count);
+#pragma unroll 1
+                    for (; issued < limit; ++issued) copy_stage(ring, source, copy, issued, warp);
+                }
+                __syncwarp();
             }
-            copy_async_commit();
-            const int offset = (s % kPrefillStages) * bytes;
-            const uint32_t* weights = reinterpret_cast<const uint32_t*>(
-                shared + offset + source.inputs * kInputBytes + block * 4 * kStepBytes) +
-                (warp & 7) * kTileWords;
-            const uint64_t operand = swizzled_operand(base + offset + input * kInputBytes);
+            const int slot = (ring.turn + s) & (ring.count - 1);
+            barrier_wait(ring.barriers + slot * 8, ((ring.turn + s) >> (ring.count == 8 ? 3 : 2)) & 1);
+            const int offset = slot * ring.bytes;
+            const uint32_t* weights =
+                reinterpret_cast<const uint32_t*>(shared + offset + weight_offset);
+            const uint64_t operand = swizzled_operand(ring.base + offset + input * kInputBytes);
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
                 decode(weights + step * (kStepBytes / 4), map, a[step & 1]);
@@ -136,7 +151,7 @@ struct PrefillProduct {
             }
         }
         wgmma_wait<0>();
-        copy_async_wait<0>();
+        ring.turn += stages;
         __syncthreads();
     }
 

@@ -4,8 +4,9 @@ Shapes decide the kernel: few tokens go to the streaming kernels, which decode w
 many tokens of a dense matrix go through one decoded copy and the vendor's matrix product. Rates and
 codebooks without a fast instance take that second way at any size.
 
-Counters that the kernels leave at zero are kept per device and stream; scratch memory comes from
-torch's allocator at every call, so graph capture keeps it inside the graph's pool.
+Counters that the kernels leave at zero are kept per matrix and stream; scratch memory comes from
+torch's allocator at every call, so graph capture keeps it inside the graph's pool. Two graphs that
+hold the same matrix must not replay at the same time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from glm_exl3.format.layout import Codebook
+from glm_exl3.format.layout import TILE, Codebook
 from glm_exl3.ops import ext
 from glm_exl3.ops.matrix import Exl3Stack, PackedMatrix
 
@@ -24,9 +25,13 @@ _CODES = {Codebook.INST3: 0, Codebook.MCG: 1, Codebook.MUL1: 2}
 _FAST_RATES = frozenset({2, 3, 4, 5, 6})
 _FAST_CODEBOOKS = frozenset({Codebook.MCG, Codebook.MUL1})
 STREAMED_TOKENS = 64
+STREAMED_MOE_TOKENS = 128
+MAX_TOP_K = 16
 TILED_TOKENS = 16384
 TILED_CAPABILITY = 9
-_counters: dict[tuple[torch.device, int, str], torch.Tensor] = {}
+_GRAPHS = -1
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+_outgrown: list[torch.Tensor] = []
 
 
 def _ops() -> Any:
@@ -40,13 +45,27 @@ def has_fast_kernel(trellis: torch.Tensor, codebook: Codebook) -> bool:
     return rest == 0 and rate in _FAST_RATES and codebook in _FAST_CODEBOOKS
 
 
-def _zeroed_counters(device: torch.device, kind: str, count: int) -> torch.Tensor:
-    key = (device, torch.cuda.current_stream(device).cuda_stream, kind)
-    held = _counters.get(key)
-    if held is None or held.numel() < count:
-        held = torch.zeros(max(count, 1 << 16), dtype=torch.int32, device=device)
-        _counters[key] = held
-    return held
+def _zeroed_counters(trellis: torch.Tensor, count: int) -> torch.Tensor:
+    """Counters of one matrix: one set per eager stream and one for captured graphs.
+
+    The set for graphs is made by eager calls, where zeros are really written; a capture that finds
+    none lets the graph zero its own at every replay.
+    """
+    capturing = torch.cuda.is_current_stream_capturing()
+    stream = _GRAPHS if capturing else torch.cuda.current_stream(trellis.device).cuda_stream
+    held = _counters.get((trellis.data_ptr(), stream))
+    if held is not None and held.numel() >= count:
+        return held
+    if capturing:
+        return torch.zeros(count, dtype=torch.int32, device=trellis.device)
+    for owner in (_GRAPHS, stream):
+        key = (trellis.data_ptr(), owner)
+        held = _counters.get(key)
+        if held is None or held.numel() < count:
+            if held is not None:
+                _outgrown.append(held)  # a graph may still point to it
+            _counters[key] = torch.zeros(count, dtype=torch.int32, device=trellis.device)
+    return _counters[trellis.data_ptr(), stream]
 
 
 def _scratch(device: torch.device, size_bytes: int) -> torch.Tensor:
@@ -71,6 +90,24 @@ def had128(
     return out
 
 
+def _linear_counters(matrix: PackedMatrix) -> torch.Tensor:
+    count = _ops().linear_decode_counters(STREAMED_TOKENS, matrix.out_features)
+    return _zeroed_counters(matrix.trellis, count)
+
+
+def _moe_counters(w13: Exl3Stack, w2: Exl3Stack) -> torch.Tensor:
+    hidden, intermediate = w2.trellis.shape[2] * TILE, w2.trellis.shape[1] * TILE
+    sizes = (STREAMED_MOE_TOKENS, MAX_TOP_K, hidden, intermediate)
+    return _zeroed_counters(w13.trellis, _ops().moe_decode_counters(*sizes))
+
+
+def prepare_linear(matrix: PackedMatrix) -> PackedMatrix:
+    """The same matrix; its counters exist from here on, so that a capture may come first."""
+    if has_fast_kernel(matrix.trellis, matrix.codebook):
+        _linear_counters(matrix)
+    return matrix
+
+
 def linear(x: torch.Tensor, matrix: PackedMatrix, split_k: int = 0) -> torch.Tensor:
     """x [..., k] -> [..., n] in x.dtype (fp16, bf16 or fp32)."""
     rows = x.reshape(-1, x.shape[-1])
@@ -89,7 +126,7 @@ def linear(x: torch.Tensor, matrix: PackedMatrix, split_k: int = 0) -> torch.Ten
         _CODES[matrix.codebook],
         None,
         split_k,
-        _zeroed_counters(x.device, "linear", ops.linear_decode_counters(tokens, features)),
+        _linear_counters(matrix),
         _scratch(x.device, ops.linear_decode_workspace(tokens, rows.shape[1], features)),
         out,
     )
@@ -97,7 +134,12 @@ def linear(x: torch.Tensor, matrix: PackedMatrix, split_k: int = 0) -> torch.Ten
 
 
 def prepare_moe(w13: Exl3Stack, w2: Exl3Stack) -> tuple[Exl3Stack, Exl3Stack]:
-    """Gate and up that share their input scales keep one copy: suh [E, 1, k], one rotation."""
+    """Gate and up that share their input scales keep one copy: suh [E, 1, k], one rotation.
+
+    Counters exist from here on, so that a capture may come first.
+    """
+    if has_fast_kernel(w13.trellis, w13.codebook):
+        _moe_counters(w13, w2)
     if w13.suh.shape[1] == 2 and torch.equal(w13.suh[:, 0], w13.suh[:, 1]):
         w13 = Exl3Stack(w13.trellis, w13.suh[:, :1].contiguous(), w13.svh, w13.codebook)
     return w13, w2
@@ -118,9 +160,8 @@ def moe(
     x [T, H], topk_ids int32 or int64 [T, k] (global ids), topk_weights [T, k]; `expert_map` int32
     gives the local expert or -1.
     """
-    if not (
-        has_fast_kernel(w13.trellis, w13.codebook) and has_fast_kernel(w2.trellis, w2.codebook)
-    ):
+    fast = has_fast_kernel(w13.trellis, w13.codebook) and has_fast_kernel(w2.trellis, w2.codebook)
+    if not fast or topk_ids.shape[1] > MAX_TOP_K:
         return _moe_by_expert(x, topk_ids, topk_weights, w13, w2, limit, expert_map)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.shape[0] == 0:
@@ -168,12 +209,12 @@ class _RoutedCall:
         )
 
     def _sizes(self, tokens: int) -> tuple[int, int, int, int]:
-        return tokens, self.ids.shape[1], self.x.shape[1], self.w2.trellis.shape[1] * 16
+        return tokens, self.ids.shape[1], self.x.shape[1], self.w2.trellis.shape[1] * TILE
 
     def prefers_tiles(self) -> bool:
         """Tiles need Hopper's warpgroup multiply and enough rows to fill them."""
         capability = torch.cuda.get_device_capability(self.x.device)
-        return self.x.shape[0] > STREAMED_TOKENS and capability[0] == TILED_CAPABILITY
+        return self.x.shape[0] > STREAMED_MOE_TOKENS and capability[0] == TILED_CAPABILITY
 
     def run_tiled(self, out: torch.Tensor) -> None:
         ops, device = _ops(), self.x.device
@@ -193,8 +234,8 @@ class _RoutedCall:
 
     def run_streamed(self, out: torch.Tensor, split_k: int) -> None:
         ops, device = _ops(), self.x.device
-        for start in range(0, self.x.shape[0], STREAMED_TOKENS):
-            part = slice(start, min(start + STREAMED_TOKENS, self.x.shape[0]))
+        for start in range(0, self.x.shape[0], STREAMED_MOE_TOKENS):
+            part = slice(start, min(start + STREAMED_MOE_TOKENS, self.x.shape[0]))
             sizes = self._sizes(part.stop - part.start)
             ops.moe_decode(
                 self.x[part],
@@ -202,7 +243,7 @@ class _RoutedCall:
                 self.weights[part],
                 *self._stacks(),
                 split_k,
-                _zeroed_counters(device, "moe", ops.moe_decode_counters(*sizes)),
+                _moe_counters(self.w13, self.w2),
                 _scratch(device, ops.moe_decode_workspace(*sizes, split_k)),
                 out[part],
             )

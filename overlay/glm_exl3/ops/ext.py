@@ -26,7 +26,8 @@ from glm_exl3.format.errors import GlmExl3Error
 LIBRARY_NAME = "libglm_exl3_cuda.so"
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 SHIPPED = Path(__file__).resolve().parent / LIBRARY_NAME
-ARCHITECTURES = ("8.0", "9.0a", "12.0", "12.1")
+HOPPER = "9.0a"
+ARCHITECTURES = ("8.0", HOPPER, "12.0", "12.1")
 MINIMUM_TORCH = (2, 11)
 # The ABI the library is compiled against; see torch/headeronly/version.h.
 _TARGET_TORCH = "0x020b000000000000"
@@ -70,6 +71,13 @@ def _generate_flags(architectures: tuple[str, ...]) -> list[str]:
     return flags
 
 
+def _targets(source: Path, architectures: tuple[str, ...]) -> tuple[str, ...]:
+    """Prefill products run on Hopper only; elsewhere they are compiled just to link."""
+    if source.stem.startswith("prefill_k") and HOPPER in architectures:
+        return (HOPPER,)
+    return architectures
+
+
 def compile_commands(
     compiler: Path, objects: Path, architectures: tuple[str, ...] = ARCHITECTURES
 ) -> list[list[str]]:
@@ -87,7 +95,7 @@ def compile_commands(
             str(objects / f"{source.stem}.o"),
         ]
         if source.suffix == ".cu":
-            command += _generate_flags(architectures)
+            command += _generate_flags(_targets(source, architectures))
         else:
             command += [f"-DTORCH_TARGET_VERSION={_TARGET_TORCH}", "-DUSE_CUDA", f"-I{include}"]
         commands.append(command)
