@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +143,24 @@ def test_the_same_seed_gives_the_same_bytes(
     build_drafter(tmp_path / "drafter", Family(family))
     assert digest(tmp_path / "again") == digest(folders[family])
     assert digest(tmp_path / "drafter") == digest(folders[f"{family}-drafter"])
+
+
+@pytest.mark.slow
+def test_the_bytes_do_not_depend_on_the_vector_width(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    narrow = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "glm_exl3.ref.tiny", "--family", "full"),
+            *("--out", str(tmp_path / "full"), "--drafter", str(tmp_path / "drafter")),
+        ],
+        env=os.environ | narrow,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    assert digest(tmp_path / "full") == digest(folders["full"])
+    assert digest(tmp_path / "drafter") == digest(folders["full-drafter"])
 
 
 def test_another_seed_gives_other_values_of_the_same_shapes(

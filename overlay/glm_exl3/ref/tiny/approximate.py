@@ -68,24 +68,25 @@ def _encode(tiles: Tensor, bits: int, table: Tensor) -> Tensor:
 
 def _scales(rms: Tensor) -> Tensor:
     """fp16-exact scales; a channel without values gets scale 0, which decodes to exact zeros."""
-    return rms.to(torch.float16).to(torch.float32)
+    return rms.to(torch.float16).to(torch.float64)
 
 
 def _divided(values: Tensor, scales: Tensor) -> Tensor:
-    return torch.where(scales == 0, torch.zeros(()), values / scales)
+    return torch.where(scales == 0, torch.zeros((), dtype=values.dtype), values / scales)
 
 
 def approximate(
     weight: Tensor, bits: int, codebook: Codebook, streams: RandomStreams, name: str
 ) -> Packed:
-    """A packed matrix near `weight` fp32 `[k, n]`, with the signs of stream `name`."""
+    """A packed matrix near `weight` `[k, n]`, with the signs of stream `name`."""
     rows, columns = weight.shape
+    weight = weight.double()
     signs = streams.signs(f"{name}.sv", columns)
     svh = _scales(weight.square().mean(0).sqrt() * signs)
     half = had128(_divided(weight, svh), dim=1)
     rms = half.square().mean(1).sqrt() / CODEBOOK_STD[codebook]
     suh = _scales(rms * streams.signs(f"{name}.su", rows))
-    inner = had128(_divided(half, suh[:, None]), dim=0)
+    inner = had128(_divided(half, suh[:, None]), dim=0).float()
     grid = inner.view(rows // TILE, TILE, columns // TILE, TILE).transpose(1, 2)
     tiles = grid.reshape(-1, TILE_ELEMENTS)[:, tile_positions()]
     states = beam_encode(tiles.contiguous(), bits, codebook)

@@ -195,7 +195,7 @@ def add_selector(
     key = "candidate_selector"
     projection = _noise(maker, f"{key}.hidden_projection", rank, hidden, 1.0)
     states = guesses * (hidden / guesses.square().sum(-1, keepdim=True)) ** 0.5
-    signs = (states @ projection.T).sign()[table.cycle]
+    signs = (states @ projection.T.double()).sign().float()[table.cycle]
     vocab = table.successor.shape[0]
     predecessors = maker.streams.signs(f"{key}.predecessor", vocab, rank)
     successors = torch.zeros(vocab, rank)

@@ -4,8 +4,9 @@ What: `Family` and its `Recipe` (codebook and bits per role), and `RandomStreams
 values of one tensor from its own seed. Why by name: a tensor keeps its bytes when another one is
 added, and the two families of one seed agree wherever they store the same thing.
 
-What must stay true: NumPy's PCG64 streams and IEEE arithmetic are the only sources of values, so
-one seed gives the same bytes on every machine of one kind. `tr3` packs the routed experts only;
+What must stay true: NumPy's PCG64 streams and IEEE arithmetic are the only sources of values, and
+everything that sums is computed in fp64 before it is rounded to a stored dtype, so the bytes of a
+seed depend neither on threads nor on the CPU's vector width. `tr3` packs the routed experts only;
 `full` packs what ExLlamaV3 1.6.5 packs, with another K for nearly every role so that a loader
 that takes K from the config instead of the tensor cannot work.
 """

@@ -71,13 +71,14 @@ def packed_head(
 def decoded_head(
     streams: RandomStreams, recipe: Recipe, text: TextGeometry, table: Cycles
 ) -> Tensor:
-    """The rows of `lm_head` fp32 `[V, H]`, each at its token's loudness."""
+    """The rows of `lm_head` fp64 `[V, H]`, each at its token's loudness."""
     packed = packed_head(streams, recipe, text, table)
-    return dequantize(packed.trellis, packed.suh, packed.svh, packed.codebook).T
+    scales = packed.suh, packed.svh
+    return dequantize(packed.trellis, *scales, packed.codebook, torch.float64).T
 
 
 def add_head(maker: MatrixMaker, text: TextGeometry, table: Cycles) -> Tensor:
-    """Add `lm_head`; returns its rows fp32 `[V, H]`."""
+    """Add `lm_head`; returns its rows fp64 `[V, H]`."""
     if maker.recipe.packed_bits(Role.HEAD) is None:
         rows = decoded_head(maker.streams, maker.recipe, text, table)
         maker.plain("lm_head.weight", rows)

@@ -37,7 +37,7 @@ class Cycles:
     """The cycles of one seed.
 
     `members` int64 `[C, 8]` in walking order; `successor` and `cycle` int64 `[V]` for every token,
-    also those outside; `codes` fp32 `[C, 62]` of unit RMS; `loudness` fp32 `[V]` scales a token's
+    also those outside; `codes` fp64 `[C, 62]` of unit RMS; `loudness` fp32 `[V]` scales a token's
     head row, that is how likely it is to be generated at all.
     """
 
@@ -74,7 +74,7 @@ def cycles(streams: RandomStreams) -> Cycles:
     loudness[members] = 1.0
     for text, index in entries:
         loudness[index] = _LOUDNESS.get(text, loudness[index])
-    codes = streams.normal("codes", len(members), CODE.stop - CODE.start)
+    codes = streams.normal("codes", len(members), CODE.stop - CODE.start).double()
     codes = codes / codes.square().mean(-1, keepdim=True).sqrt()
     return Cycles(members, successor, cycle, codes, loudness)
 
@@ -87,7 +87,7 @@ def directions(rows: Tensor) -> Tensor:
 
 
 def embeddings(table: Cycles, head: Tensor, pull: float) -> Tensor:
-    """Embeddings fp32 `[V, H]` for head rows `[V, H]`; `pull` is the RMS of the visible part."""
+    """Embeddings fp64 `[V, H]` for head rows `[V, H]`; `pull` is the RMS of the visible part."""
     rows = pull * directions(head[table.successor])
     rows[:, CODE] = CODE_RMS * table.codes[table.cycle]
     rows[:, TOKEN_FEATURE] = FLAG
