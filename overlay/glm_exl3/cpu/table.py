@@ -95,6 +95,12 @@ MODEL = (
 
 RUNNER = (
     Replacement(
+        "vllm.distributed.device_communicators.shm_broadcast",
+        "SpinCondition.wait",
+        _OWN + "waiting:wait",
+        "idle processes spin on the cores that the ranks compute with.",
+    ),
+    Replacement(
         "vllm.v1.worker.gpu_worker",
         "HAS_TRITON",
         _OWN + "kernels:HAS_KERNELS",
