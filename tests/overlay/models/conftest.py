@@ -48,6 +48,20 @@ def copied(pristine: Callable[[str], Path], tmp_path: Path) -> Callable[[str], P
     return folder
 
 
+@pytest.fixture
+def drafter(tmp_path: Path) -> Callable[..., Path]:
+    """Folder of a drafter for the `full` family."""
+    from glm_exl3.ref.tiny.build import build_drafter
+    from glm_exl3.ref.tiny.recipe import Family
+
+    def folder(*, packed: bool) -> Path:
+        path = tmp_path / "drafter"
+        build_drafter(path, Family.FULL, packed=packed)
+        return path
+
+    return folder
+
+
 @pytest.fixture(scope="session")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """vLLM's process groups with a single member."""

@@ -297,6 +297,41 @@ def test_a_config_that_lacks_a_key(key: str, full: Checkpoint, refuses) -> None:
     assert "config.json" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("packed", "gone"),
+    [
+        (False, "layers.0.self_attn.v_proj.weight"),
+        (False, "fc.weight"),
+        (False, "layers.1.attention_conv.base_kernel"),
+        (True, "layers.1.mlp.gate_proj.trellis"),
+        (True, "candidate_selector.hidden_projection.weight"),
+    ],
+)
+def test_a_drafter_that_lacks_a_tensor(packed: bool, gone: str, pristine, drafter, build) -> None:
+    checkpoint = Checkpoint(drafter(packed=packed))
+    checkpoint.drop(gone)
+    speculation = {
+        "method": "dflash",
+        "model": str(checkpoint.folder),
+        "num_speculative_tokens": 3,
+    }
+    with pytest.raises(FormatError, match=re.escape(gone)):
+        build(pristine("full"), draft=True, speculative_config=speculation)
+
+
+@pytest.mark.parametrize("leaf", ["trellis", "weight"])
+def test_a_drafter_tensor_nobody_takes(leaf: str, pristine, drafter, build) -> None:
+    checkpoint = Checkpoint(drafter(packed=False))
+    checkpoint.add(f"layers.0.something.{leaf}", torch.ones(8, 8, 16, dtype=torch.int16))
+    speculation = {
+        "method": "dflash",
+        "model": str(checkpoint.folder),
+        "num_speculative_tokens": 3,
+    }
+    with pytest.raises(FormatError, match=r"layers\.0\.something"):
+        build(pristine("full"), draft=True, speculative_config=speculation)
+
+
 def test_no_random_mutation_loads(copied, build) -> None:
     """Seeded random damage to random tensors: loading must fail, whatever was hit."""
     chance = random.Random(1)

@@ -91,18 +91,14 @@ def test_mtp_block_loads(family: str, pristine, build) -> None:
 
 
 @pytest.mark.slow
-def test_packed_drafter_loads(pristine, tmp_path, build) -> None:
-    from glm_exl3.ref.tiny.build import build_drafter
-    from glm_exl3.ref.tiny.recipe import Family
-
-    drafter = tmp_path / "drafter"
-    build_drafter(drafter, Family.FULL, packed=True)
-    speculation = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": 3}
+def test_packed_drafter_loads(pristine, drafter, build) -> None:
+    folder = drafter(packed=True)
+    speculation = {"method": "dflash", "model": str(folder), "num_speculative_tokens": 3}
     model = build(pristine("full"), draft=True, speculative_config=speculation)
     attention = model.model.layers[1].self_attn
-    parts = [dense_of(drafter, f"layers.1.self_attn.{n}_proj") for n in "qkv"]
+    parts = [dense_of(folder, f"layers.1.self_attn.{n}_proj") for n in "qkv"]
     same(weight_of(attention.qkv_proj), torch.cat(parts))
-    same(weight_of(model.model.fc), dense_of(drafter, "fc"))
+    same(weight_of(model.model.fc), dense_of(folder, "fc"))
     packed = [n for n, m in model.named_modules() if hasattr(m, "exl3")]
     assert sum(len(m.rpartition(".")[0]) > 0 for m in packed) == len(packed)
     assert len(packed) >= 2 * 4
