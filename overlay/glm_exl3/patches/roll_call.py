@@ -21,6 +21,11 @@ WORKER = "vllm.v1.worker.gpu_worker:init_worker_distributed_environment"
 _HOLDERS = ("vllm.distributed.parallel_state", "vllm.distributed", "vllm.v1.worker.gpu_worker")
 
 
+def needs_roll_call(parallel: Any, world_size: int) -> bool:
+    """Whether ranks sit on several nodes; data-parallel groups would meet at one address."""
+    return parallel.nnodes > 1 and world_size > 1 and parallel.data_parallel_size == 1
+
+
 def with_roll_call(original: Callable[..., Any]) -> Callable[..., Any]:
     """`init_distributed_environment` behind a roll call where the launch spans several nodes."""
 
@@ -32,7 +37,7 @@ def with_roll_call(original: Callable[..., Any]) -> Callable[..., Any]:
 
         config = get_current_vllm_config_or_none()
         parallel = None if config is None else config.parallel_config
-        if parallel is not None and parallel.nnodes > 1 and world_size > 1:
+        if parallel is not None and needs_roll_call(parallel, world_size):
             call(Meeting(parallel.master_addr, parallel.master_port, rank, world_size))
         return original(world_size, rank, *args, **kwargs)
 

@@ -89,8 +89,10 @@ def test_only_launches_over_several_nodes_call_the_roll(monkeypatch: pytest.Monk
     called: list[object] = []
     monkeypatch.setattr(rollcall, "call", called.append)
     init = with_roll_call(lambda *args: args)
-    for nodes in (1, 2):
-        parallel = SimpleNamespace(nnodes=nodes, master_addr="head", master_port=5)
+    for nodes, replicas in ((1, 1), (2, 2), (2, 1)):
+        parallel = SimpleNamespace(
+            nnodes=nodes, data_parallel_size=replicas, master_addr="head", master_port=5
+        )
         config = SimpleNamespace(parallel_config=parallel)
         monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda c=config: c)
         assert init(2, 1, "tcp://x") == (2, 1, "tcp://x")
