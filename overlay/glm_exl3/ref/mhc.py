@@ -12,6 +12,7 @@ Source: the mHC paper (Xie et al., 2026) and transformers' `Glm5NextTextHyperCon
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -48,12 +49,18 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     return comb
 
 
-def mixing_weights(
-    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, parameters: HyperParameters
+def mixing_weights(  # noqa: PLR0917 - the tensors of one block in their order
+    streams: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    parameters: HyperParameters,
+    normalise: Callable[[Tensor, int, float], Tensor] = sinkhorn,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weights of one block from its input streams.
 
     streams `[T, N, H]`; fn `[(2 + N) * N, N * H]`, scale `[3]`, base `[(2 + N) * N]`, all fp32.
+    normalise: `sinkhorn`, or another form of it.
     Returns fp32 pre `[T, N]`, post `[T, N, 1]` and comb `[T, N, N]`.
     """
     tokens, count, _ = streams.shape
@@ -65,7 +72,7 @@ def mixing_weights(
     pre = torch.sigmoid(pre * scale[0] + pre_base) + parameters.pre_eps
     post = torch.sigmoid(post * scale[1] + post_base) * parameters.post_multiplier
     comb = (comb * scale[2] + comb_base).view(tokens, count, count)
-    comb = sinkhorn(comb, parameters.iterations, parameters.sinkhorn_eps)
+    comb = normalise(comb, parameters.iterations, parameters.sinkhorn_eps)
     return pre, post.unsqueeze(-1), comb
 
 
