@@ -37,7 +37,8 @@ class Replacement:
 
     module: vLLM module; attribute: name in it, `Class.name` for a member.
     by: `module:name` of what takes its place; with `wraps` that is called with the original and
-    returns what takes its place. why: what would happen without it.
+    returns what takes its place; with `adds` the owner must exist and the name need not. why: what
+    would happen without it.
     """
 
     module: str
@@ -45,6 +46,7 @@ class Replacement:
     by: str
     why: str
     wraps: bool = False
+    adds: bool = False
 
 
 class Kernel:
@@ -101,6 +103,9 @@ def apply(entry: Replacement, module: ModuleType, holders: Iterable[ModuleType] 
     *path, name = entry.attribute.split(".")
     for part in path:
         owner = getattr(owner, part, None)
+    if owner is not None and entry.adds:
+        setattr(owner, name, resolve(entry.by))
+        return
     if owner is None or not hasattr(owner, name):
         raise _missing(entry)
     raw = inspect.getattr_static(owner, name)

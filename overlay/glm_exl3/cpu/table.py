@@ -179,6 +179,25 @@ SAMPLING = (
         _OWN + "sampling:compute_token_logprobs",
         _KERNEL,
     ),
+    Replacement(
+        "vllm.triton_utils.importing",
+        "TritonPlaceholder.next_power_of_2",
+        _OWN + "kernels:next_power_of_2",
+        "functions that launch replaced kernels compute block sizes with it.",
+        adds=True,
+    ),
+    Replacement(
+        _RUNNER + "sample.logprob",
+        "_fill_logprob_token_ids_kernel",
+        _OWN + "kernels:fill_logprob_token_ids",
+        _KERNEL,
+    ),
+    Replacement(
+        _RUNNER + "sample.thinking_budget",
+        "apply_thinking_budget",
+        _OWN + "penalties:apply_thinking_budget",
+        _KERNEL,
+    ),
     Replacement(_RUNNER + "sample.logprob", "_ranks_kernel", _OWN + "kernels:ranks", _KERNEL),
     Replacement(
         _RUNNER + "sample.prompt_logprob",

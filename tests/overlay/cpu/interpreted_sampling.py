@@ -108,6 +108,69 @@ def token_penalties() -> tuple[Any, Any]:
 
 
 @case
+def thinking_budget() -> tuple[Any, Any]:
+    from vllm.v1.worker.gpu.sample.thinking_budget import apply_thinking_budget as theirs
+
+    def make() -> dict[str, Any]:
+        return {
+            "logits": draw(5, 20),
+            "req_ids": i32(0, 1, 2),
+            "expanded_idx_mapping": i32(0, 0, 0, 1, 2),
+            "thinking_token_budget": i32(3, 3, -1),
+            "all_token_ids": torch.stack(
+                [i32(7, 5, 1, 2, 0, 0, 0, 0), i32(5, 1, 2, 3, 4, 8, 1, 1), i32(*[5] * 8)]
+            ),
+            "total_len": i32(4, 8, 8),
+            "input_ids": i32(2, 3, 8, 1, 1),
+            "expanded_local_pos": i32(0, 1, 2, 0, 0),
+            "reasoning_start_token_ids": i32(5),
+            "natural_reasoning_end_token_ids": i32(9),
+            "reasoning_end_token_ids": i32(8, 9),
+        }
+
+    results = []
+    for function in (theirs, penalties.apply_thinking_budget):
+        caches = {
+            "cached_last_start": i32(-1, -1, -1),
+            "cached_last_end": i32(-1, -1, -1),
+            "cached_scan_pos": i32(0, 0, 0),
+        }
+        arguments = make()
+        function(**arguments, **caches)
+        results.append(arguments["logits"])
+    return results[0], results[1]
+
+
+@case
+def chosen_logprob_ids() -> tuple[Any, Any]:
+    from vllm.v1.worker.gpu.sample.logprob import _fill_logprob_token_ids_kernel
+
+    results = []
+    for function in (_fill_logprob_token_ids_kernel[(3,)], sampling.fill_logprob_token_ids):
+        ids = torch.zeros(3, 4, dtype=torch.int64)
+        mask = torch.zeros(3, 4, dtype=torch.bool)
+        best, own = integers(50, 3, 2, seed=1), integers(50, 3, 5, seed=2)
+        sampled_ids = integers(50, 3, seed=3, dtype=torch.int64)
+        function(
+            ids,
+            4,
+            mask,
+            4,
+            sampled_ids,
+            best,
+            2,
+            i32(1, 0, 2),
+            i32(3, 0, 1),
+            own,
+            5,
+            NUM_TOPK=2,
+            PADDED_COLS=4,
+        )
+        results.append((ids, mask.int()))
+    return results[0], results[1]
+
+
+@case
 def bad_words() -> tuple[Any, Any]:
     from vllm.v1.worker.gpu.sample.bad_words import apply_bad_words as theirs
 

@@ -8,6 +8,8 @@ from glm_exl3.cpu.runner import inputs, rejection, sampling, states
 HAS_KERNELS = True
 
 ranks = Kernel(sampling.ranks)
+fill_logprob_token_ids = Kernel(sampling.fill_logprob_token_ids)
+next_power_of_2 = staticmethod(sampling.next_power_of_2)
 grammar_bitmask = Kernel(sampling.apply_grammar_bitmask)
 flatten_sampled = Kernel(rejection.flatten_sampled)
 scatter_num_accepted = Kernel(inputs.scatter_num_accepted)

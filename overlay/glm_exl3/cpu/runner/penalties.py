@@ -11,6 +11,7 @@ from torch import Tensor
 from glm_exl3.cpu.runner.sampling import unpack_bits
 
 NEVER = float("-inf")
+FORCED = 1.0e9
 
 
 def apply_penalties(  # noqa: PLR0913, PLR0917 - vLLM's signature
@@ -106,6 +107,56 @@ def apply_logit_bias(  # noqa: PLR0913, PLR0917 - vLLM's signature
         restore = enable_stop_token_restore and bool(restore_when_all_masked[request])
         if restore and float(values.max()) == NEVER:
             values[ids] = torch.where(kept.isfinite(), kept, values[ids])
+
+
+def _last(text: list[int], marker: list[int]) -> int:
+    """Where `marker` begins last in `text`, -1 if nowhere."""
+    size = len(marker)
+    for begin in range(len(text) - size, -1, -1):
+        if text[begin : begin + size] == marker:
+            return begin
+    return -1
+
+
+def apply_thinking_budget(  # noqa: PLR0913, PLR0917 - vLLM's signature
+    logits: Tensor,
+    req_ids: Tensor,
+    expanded_idx_mapping: Tensor,
+    thinking_token_budget: Tensor,
+    all_token_ids: Tensor,
+    total_len: Tensor,
+    input_ids: Tensor,
+    expanded_local_pos: Tensor,
+    cached_last_start: Tensor,
+    cached_last_end: Tensor,
+    cached_scan_pos: Tensor,
+    reasoning_start_token_ids: Tensor,
+    natural_reasoning_end_token_ids: Tensor,
+    reasoning_end_token_ids: Tensor,
+) -> None:
+    """Force the end of the reasoning once it is as long as its budget; -1 is no budget."""
+    start, natural, end = (
+        ids.tolist()
+        for ids in (
+            reasoning_start_token_ids,
+            natural_reasoning_end_token_ids,
+            reasoning_end_token_ids,
+        )
+    )
+    local = expanded_local_pos.tolist()
+    for row, request in enumerate(expanded_idx_mapping.tolist()):
+        budget = int(thinking_token_budget[request])
+        if budget < 0:
+            continue
+        text = all_token_ids[request, : int(total_len[request])].tolist()
+        text += input_ids[row - local[row] + 1 : row + 1].tolist()
+        opened = _last(text, start)
+        if opened < 0 or opened <= _last(text, natural):
+            continue
+        if len(text) - opened - len(start) < budget:
+            continue
+        begun = [size for size in range(1, len(end)) if text[-size:] == end[:size]]
+        logits[row, end[max(begun, default=0)]] = FORCED
 
 
 def apply_bad_words(  # noqa: PLR0913, PLR0917 - vLLM's signature

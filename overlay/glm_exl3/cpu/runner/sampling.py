@@ -134,6 +134,37 @@ def ranks(  # noqa: PLR0913, PLR0917 - launch arguments of the kernel
     output.copy_((logits >= chosen).sum(-1))
 
 
+def fill_logprob_token_ids(  # noqa: PLR0913, PLR0917 - launch arguments of the kernel
+    out_token_ids: Tensor,
+    out_token_ids_stride: int,
+    out_valid_mask: Tensor,
+    out_valid_mask_stride: int,
+    sampled_token_ids: Tensor,
+    topk_indices: Tensor,
+    topk_indices_stride: int,
+    expanded_idx_mapping: Tensor,
+    num_per_req_token_ids: Tensor,
+    per_req_token_ids: Tensor,
+    per_req_token_ids_stride: int,
+    NUM_TOPK: int = 0,  # noqa: N803 - launch argument
+    PADDED_COLS: int = 0,  # noqa: N803 - launch argument
+) -> None:
+    """Kernel `_fill_logprob_token_ids_kernel`: a request's own ids in place of the best ones."""
+    out_token_ids[:, 0] = sampled_token_ids
+    out_valid_mask[:, 0] = True
+    for row, request in enumerate(expanded_idx_mapping.tolist()):
+        own = int(num_per_req_token_ids[request])
+        chosen = per_req_token_ids[request, :own] if own else topk_indices[row, :NUM_TOPK]
+        count = own or NUM_TOPK
+        out_token_ids[row, 1 : 1 + count] = chosen[:count].to(out_token_ids.dtype)
+        out_valid_mask[row, 1 : 1 + count] = True
+
+
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two not below `value`."""
+    return 1 << max(0, value - 1).bit_length()
+
+
 def apply_min_p(logits: Tensor, expanded_idx_mapping: Tensor, min_p: Tensor) -> None:
     """Mask tokens less likely than `min_p` times the most likely one."""
     share = min_p[expanded_idx_mapping.long()].float()
