@@ -187,9 +187,21 @@ class Node:
         self.asked = False
         self.engine: subprocess.Popen[bytes] | None = None
         self.verdict: Verdict | None = None
+        self.side: Meeting | Visit | None = None
+        self.threads: list[threading.Thread] = []
         self.wakeup, self._wake = os.pipe()
 
     def run(self) -> int:
+        """The exit code. Threads end first: one cut off at the interpreter's end may crash it."""
+        try:
+            return self._run()
+        finally:
+            if self.side is not None:
+                self.side.close()
+            for thread in self.threads:
+                thread.join(LOOK_S)
+
+    def _run(self) -> int:
         self._listen()
         verdict = self._meet()
         if self.asked:
@@ -226,12 +238,11 @@ class Node:
             return Verdict(EXIT_DIFFERS, (f"the plugin does not load: {error}",))
         address = (settings.head, settings.watch_port)
         kind = Visit if settings.node_rank else Meeting
-        side = kind(mine, address, settings.hello_timeout_s, say)
+        side = self.side = kind(mine, address, settings.hello_timeout_s, say)
         self._in_thread(lambda: self._conclude(side.run()))
         while self.verdict is None and not self.asked:
             self._wait()
         if self.verdict is None:
-            side.close()
             return Verdict(0)
         if isinstance(side, Meeting) and self.verdict.code == 0:
             self._in_thread(side.keep)
@@ -255,7 +266,8 @@ class Node:
         os.write(self._wake, b"\0")
 
     def _in_thread(self, work: Callable[[], None]) -> None:
-        threading.Thread(target=work, daemon=True).start()
+        self.threads.append(threading.Thread(target=work, daemon=True))
+        self.threads[-1].start()
 
     def _serve(self) -> int:
         env = self.environ | ({"VLLM_API_KEY": self.settings.key} if self.settings.key else {})

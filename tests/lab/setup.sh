@@ -12,7 +12,7 @@ cache=${GLM_LAB_CACHE:-$here/../../.cache/lab}
 mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
 tools=(debootstrap iproute2 iptables openssh-client rsync util-linux)
 node_packages=openssh-server,openssh-client,docker.io,docker-cli,docker-buildx,docker-compose,rsync
-node_packages+=,iproute2,iptables,iputils-ping,curl,python3-minimal,procps,ca-certificates
+node_packages+=,iproute2,iptables,iputils-ping,curl,python3,procps,ca-certificates
 
 say() { printf '%s\n' "$*" >&2; }
 

@@ -79,6 +79,7 @@ class Inspected:
     ended: str
     generation: str
     error: str = ""
+    ours: bool = False
 
 
 def parse_inspect(text: str) -> Inspected | None:
@@ -96,4 +97,5 @@ def parse_inspect(text: str) -> Inspected | None:
         oom=bool(state.get("OOMKilled")), pid=int(state.get("Pid") or 0),
         started=str(state.get("StartedAt", "")), ended=str(state.get("FinishedAt", "")),
         generation=str(labels.get(GENERATION_LABEL, "")), error=str(state.get("Error") or ""),
+        ours=labels.get(PROJECT_LABEL) == PROJECT,
     )  # fmt: skip
