@@ -49,32 +49,26 @@ def prepare_dflash_inputs(  # noqa: PLR0913, PLR0917 - vLLM's signature
 ) -> None:
     """`dflash.speculator.prepare_dflash_inputs`: context rows, query block and sample rows.
 
-    Per request, the context is the step's accepted tokens and the query block is the sampled token
-    followed by mask tokens. A slot in the null block is no slot.
+    Context: the step's accepted tokens. Queries: the sampled token, then mask tokens.
     """
     count = input_batch.num_reqs if num_reqs_override is None else num_reqs_override
     per, steps = num_query_per_req, num_speculative_steps
     starts = input_batch.query_start_loc.tolist()
-    requests = input_batch.idx_mapping[:count].tolist()
     sampled, rejected = num_sampled.tolist(), num_rejected.tolist()
     skip = 0 if sample_from_anchor else 1
-    for row, request in enumerate(requests):
+    for row, request in enumerate(input_batch.idx_mapping[:count].tolist()):
         begin, end = starts[row], starts[row + 1]
         kept = end - rejected[row]
         context = input_batch.positions[begin:kept].long()
+        context_positions[begin:end] = 0
         context_positions[begin:kept] = context
-        context_positions[kept:end] = 0
+        context_slot_mapping[begin:end] = PAD_SLOT
         context_slot_mapping[begin:kept] = _slots(block_table[row], context, block_size)
-        context_slot_mapping[kept:end] = PAD_SLOT
         places = int(context[-1]) + 1 + torch.arange(per)
         queries = slice(row * per, (row + 1) * per)
         source = last_sampled if sampled[row] > 0 else next_prefill_tokens
-        input_buffers.input_ids[queries] = parallel_drafting_token_id
-        input_buffers.input_ids[row * per] = int(source.view(-1)[request])
-        input_buffers.is_padding[queries] = False
-        input_buffers.positions[queries] = places.clamp_max(max_model_len - 1)
-        input_buffers.query_start_loc[row] = row * per
-        input_buffers.seq_lens[row] = min(int(places[-1]) + 1, max_model_len)
+        tokens = (int(source.view(-1)[request]), parallel_drafting_token_id)
+        _place_queries(input_buffers, row, places, tokens, max_model_len)
         query_slot_mapping[queries] = _slots(block_table[row], places, block_size)
         samples = slice(row * steps, row * steps + per - skip)
         sample_indices[samples] = torch.arange(row * per + skip, (row + 1) * per)
@@ -82,11 +76,21 @@ def prepare_dflash_inputs(  # noqa: PLR0913, PLR0917 - vLLM's signature
         sample_idx_mapping[samples] = request
         temperature[request] = input_temperature[request]
         seeds[request] = input_seeds[request]
-    padding = slice(count * steps, max_num_reqs * steps)
-    sample_indices[padding] = 0
-    sample_pos[padding] = 0
-    sample_idx_mapping[padding] = -1
+    for target, value in ((sample_indices, 0), (sample_pos, 0), (sample_idx_mapping, -1)):
+        target[count * steps : max_num_reqs * steps] = value
     _pad_queries(input_buffers, query_slot_mapping, count, per, max_num_reqs, max_num_tokens)
+
+
+def _place_queries(
+    buffers: Any, row: int, places: Tensor, tokens: tuple[int, int], max_model_len: int
+) -> None:
+    per = places.shape[0]
+    queries = slice(row * per, (row + 1) * per)
+    buffers.input_ids[row * per], buffers.input_ids[row * per + 1 : queries.stop] = tokens
+    buffers.is_padding[queries] = False
+    buffers.positions[queries] = places.clamp_max(max_model_len - 1)
+    buffers.query_start_loc[row] = row * per
+    buffers.seq_lens[row] = min(int(places[-1]) + 1, max_model_len)
 
 
 def _pad_queries(  # noqa: PLR0913, PLR0917 - sizes of the buffers
@@ -102,6 +106,7 @@ def _pad_queries(  # noqa: PLR0913, PLR0917 - sizes of the buffers
 
 
 def _slots(block_row: Tensor, places: Tensor, block: int) -> Tensor:
+    """Cache slots of positions; a slot in the null block is no slot."""
     blocks = block_row[(places // block).clamp_max(block_row.shape[0] - 1)].long()
     return torch.where(blocks != 0, blocks * block + places % block, PAD_SLOT)
 
