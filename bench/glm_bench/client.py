@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 
 Message = Mapping[str, str]
+OnText = Callable[[str, str], object]
+"""Called with what a chunk adds to the reasoning and to the answer."""
 _REASONING_FIELDS = ("reasoning", "reasoning_content")
 
 
@@ -93,7 +95,7 @@ def stream_chat(
     max_tokens: int,
     temperature: float = 0.0,
     ignore_eos: bool = False,
-    on_text: Callable[[str], object] | None = None,
+    on_text: OnText | None = None,
     timeout_s: float = 600.0,
 ) -> Completion:
     """Send one chat request and take its stream in; raises `ServerError`."""
@@ -139,7 +141,7 @@ def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def collect(
-    stream: Iterable[dict[str, Any]], begin: float, on_text: Callable[[str], object] | None = None
+    stream: Iterable[dict[str, Any]], begin: float, on_text: OnText | None = None
 ) -> Completion:
     """Add the events up; raises `ServerError` when no text came."""
     chunks: list[Chunk] = []
@@ -158,7 +160,7 @@ def collect(
                 chunks.append(Chunk(time.perf_counter() - begin, piece, counted))
                 reasoning, text = reasoning + thought, text + said
                 if on_text is not None:
-                    on_text(piece)
+                    on_text(thought, said)
     if not chunks:
         raise ServerError(f"the answer is empty (finish reason {finish or 'none'})")
     tokens = usage["completion_tokens"] or len(chunks)

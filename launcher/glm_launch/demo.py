@@ -1,4 +1,7 @@
-"""`start.sh demo`: a small checkpoint, two real ranks, one answer, and an endpoint to play with.
+"""`start.sh demo`: a small model, two real ranks, one answer, and an endpoint to play with.
+
+It serves the trained miniature of the repository; in a checkout without it, a constructed
+checkpoint of the same architecture, made once, whose answers are tokens without sense.
 
 What must stay true: READY is said after a real completion; Ctrl-C, SIGTERM and SIGHUP leave no
 process at any moment; the ranks are owned by this process, so they end even when it is killed.
@@ -12,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from glm_launch import health, signals, verbs
@@ -27,28 +31,51 @@ from glm_launch.session import Session, open_session
 from glm_launch.state import Current
 from glm_launch.ui import Ui
 
-FOLDER = MODELS / "demo"
+MINIATURE = REPOSITORY / "bench" / "nano" / "model"
+CONSTRUCTED = MODELS / "demo"
 SOURCES = ("overlay/glm_exl3/format", "overlay/glm_exl3/ref")
-QUESTION = "Name three things that a tensor-parallel rank must agree on with its neighbours."
+QUESTION = "Who are you?"
 DEFAULTS = {
     "SPEC_METHOD": "none",
-    "DFLASH_TOKENS": 3,
     "MAX_MODEL_LEN": 2048,
     "LANGUAGE_MODEL_ONLY": True,
 }
-ANSWER_TOKENS = 64
+ANSWER_TOKENS = 120
 MEASURED_TOKENS = 128
 LOOK_S = 0.5
 
 
-def run(ui: Ui, *, once: bool, folder: Path = FOLDER) -> int:
+@dataclass(frozen=True)
+class Weights:
+    """What the demo serves; `remark` tells how much to expect from its answers."""
+
+    model: Path
+    drafter: Path
+    remark: str
+    build_in: Path | None = None
+
+
+def weights(constructed: Path | None = None) -> Weights:
+    """The miniature where it lies in the checkout, unless `constructed` names a folder."""
+    model = MINIATURE / "full-4bpw"
+    if constructed is None and (model / "model.safetensors").is_file():
+        return Weights(
+            model, MINIATURE / "drafter", "a miniature: it reads well and is often wrong"
+        )
+    folder = constructed or CONSTRUCTED
+    remark = "the weights are constructed: tokens, not sense"
+    return Weights(folder / "model", folder / "drafter", remark, build_in=folder)
+
+
+def run(ui: Ui, *, once: bool, constructed: Path | None = None) -> int:
     """The whole demo; returns the exit code."""
     with signals.as_exceptions():
-        overrides = {"MODEL": str(folder / "model"), "DFLASH_MODEL": str(folder / "drafter")}
+        served = weights(constructed)
+        overrides = {"MODEL": str(served.model), "DFLASH_MODEL": str(served.drafter)}
         session = open_session(ui, overrides, DEFAULTS)
         try:
-            current = bring_up(session, folder)
-            show(session, current)
+            current = bring_up(session, served)
+            show(session, current, served.remark)
             if not once:
                 serve(session, current)
             return ExitCode.OK
@@ -59,12 +86,13 @@ def run(ui: Ui, *, once: bool, folder: Path = FOLDER) -> int:
             tear_down(session)
 
 
-def bring_up(session: Session, folder: Path) -> Current:
+def bring_up(session: Session, served: Weights) -> Current:
     """Checkpoint, checks, ranks, READY."""
     with session.store.lock("demo"):
         session.cluster.clean_up()
         session.cluster.refuse_second()
-        ensure_checkpoint(session.ui, folder)
+        if served.build_in is not None:
+            ensure_checkpoint(session.ui, served.build_in)
         plan = session.plan()
         session.check(plan)
         return session.launch(plan, owned=True)
@@ -134,7 +162,7 @@ def sources_digest() -> str:
     return digest.hexdigest()
 
 
-def show(session: Session, current: Current) -> None:
+def show(session: Session, current: Current, remark: str) -> None:
     """One streamed answer, the speed, and how to talk to the model."""
     from glm_bench import decode
     from glm_bench.client import Endpoint, stream_chat
@@ -142,18 +170,34 @@ def show(session: Session, current: Current) -> None:
     ui, plan = session.ui, current.plan
     key = session.settings.secrets().get("VLLM_API_KEY")
     endpoint = Endpoint(f"{plan.base_url}/v1", plan.served_name, key)
-    ui.line(f"\nyou    {QUESTION}")
-    ui.write("model  ")
+    ui.line(f"\nyou     {QUESTION}")
     stream_chat(
         endpoint,
         [{"role": "user", "content": QUESTION}],
         max_tokens=ANSWER_TOKENS,
-        on_text=lambda text: ui.write(text.replace("\n", "\n       ")),
+        on_text=Transcript(ui),
     )
-    ui.line("\n       (the weights are constructed: tokens, not sense)\n")
+    ui.line(f"\n        ({remark})\n")
     report = decode.measure(endpoint, "prose", runs=1, max_tokens=MEASURED_TOKENS, ignore_eos=True)
     ui.line(f"speed     {decode.one_line(report)}")
     verbs.say_endpoint(ui, plan)
+
+
+class Transcript:
+    """Writes an answer as it comes in, the reasoning apart from what is said."""
+
+    def __init__(self, ui: Ui) -> None:
+        self.ui = ui
+        self.speaker = ""
+
+    def __call__(self, thought: str, said: str) -> None:
+        for speaker, text in (("thinks", thought), ("says", said)):
+            if not text:
+                continue
+            if speaker != self.speaker:
+                self.ui.write(("\n" if self.speaker else "") + f"{speaker:8}")
+                self.speaker = speaker
+            self.ui.write(text.replace("\n", "\n        "))
 
 
 def serve(session: Session, current: Current) -> None:

@@ -48,8 +48,8 @@ class Handler(BaseHTTPRequestHandler):
         step = script.tokens_per_chunk
         for done in range(step, body["max_tokens"] + 1, step):
             script.drafts += 1
-            text = "\ufffd" * step if script.garbled else " ".join(
-                f"{WORDS[(done + i) % len(WORDS)]}{done + i}" for i in range(step)) + " "  # fmt: skip
+            words = (f"{WORDS[(done + i) % len(WORDS)]}{done + i} " for i in range(step))
+            text = "\ufffd" * step if script.garbled else "".join(words)
             where = "reasoning" if done <= 4 else "content"
             event: dict = {"choices": [{"delta": {where: text}}]}
             if script.usage:
@@ -115,13 +115,18 @@ def endpoint(script: Script) -> Iterator[Endpoint]:
 @pytest.mark.parametrize("step", [1, 4])
 def test_an_answer_is_taken_in_whole(endpoint, script, step: int, usage: bool) -> None:
     script.tokens_per_chunk, script.usage = step, usage
-    pieces: list[str] = []
+    thoughts: list[str] = []
+    words: list[str] = []
     done = client.stream_chat(
-        endpoint, [{"role": "user", "content": "x"}], max_tokens=40, on_text=pieces.append
+        endpoint,
+        [{"role": "user", "content": "x"}],
+        max_tokens=40,
+        on_text=lambda thought, said: (thoughts.append(thought), words.append(said)),
     )
     assert done.completion_tokens == 40 and done.prompt_tokens == 9
     assert len(done.chunks) == 40 // step
-    assert "".join(pieces) == done.reasoning + done.text and done.reasoning
+    assert "".join(thoughts) == done.reasoning and done.reasoning
+    assert "".join(words) == done.text and done.text
     assert done.decoded_tokens == 40 - (step if usage else 1)
     assert done.finish_reason == "length" and done.ttft_s > 0
     assert sum(done.gaps_s) == pytest.approx(done.decode_s)

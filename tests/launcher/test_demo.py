@@ -16,8 +16,12 @@ from glm_launch import demo
 from glm_launch.errors import LaunchFailedError
 from glm_launch.ui import Ui
 
-RUN = "import sys; from pathlib import Path; from glm_launch import cli, demo; " \
-      "cli.perform(demo.run, once=sys.argv[2] == 'once', folder=Path(sys.argv[1]))"  # fmt: skip
+RUN = """
+import sys
+from pathlib import Path
+from glm_launch import cli, demo
+cli.perform(demo.run, once=sys.argv[2] == "once", constructed=Path(sys.argv[1]))
+"""
 
 
 @pytest.fixture
@@ -105,6 +109,18 @@ def test_drafting_is_passed_on(demo_env, folder: Path, method: str) -> None:
     spec = json.loads(config[config.index("--speculative-config") + 1])
     assert spec["method"] == method
     assert spec.get("model") == (str(folder / "drafter") if method == "dflash" else None)
+
+
+def test_the_miniature_is_served_where_it_lies_in_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "MINIATURE", tmp_path)
+    assert demo.weights().build_in == demo.CONSTRUCTED
+    (tmp_path / "full-4bpw").mkdir()
+    (tmp_path / "full-4bpw" / "model.safetensors").touch()
+    served = demo.weights()
+    assert (served.model, served.build_in) == (tmp_path / "full-4bpw", None)
+    assert demo.weights(tmp_path / "x").model == tmp_path / "x" / "model"
 
 
 def test_the_checkpoint_is_built_once_and_again_when_its_sources_change(
