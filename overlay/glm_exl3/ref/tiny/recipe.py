@@ -79,7 +79,7 @@ RECIPES: Mapping[Family, Recipe] = {
         dtype=torch.bfloat16,
         fused_kda=False,
         shared_gate_scales=True,
-        pull=0.565,
+        pull=0.64,
     ),
     Family.FULL: Recipe(
         codebook=Codebook.MUL1,
@@ -100,7 +100,7 @@ RECIPES: Mapping[Family, Recipe] = {
         dtype=torch.float16,
         fused_kda=True,
         shared_gate_scales=False,
-        pull=0.58,
+        pull=0.65,
     ),
 }
 

@@ -28,6 +28,7 @@ VISIBLE = slice(64, None)
 QUIET = 0.1
 CODE_RMS = 1.0
 FLAG = 8.0
+WEAK_LINK = 0.4
 # Loud enough that thinking ends after some tens of tokens; an answer ends by chance or by length.
 _LOUDNESS = {"</think>": 2.0, "<|endoftext|>": 1.0}
 
@@ -87,8 +88,13 @@ def directions(rows: Tensor) -> Tensor:
 
 
 def embeddings(table: Cycles, head: Tensor, pull: float) -> Tensor:
-    """Embeddings fp64 `[V, H]` for head rows `[V, H]`; `pull` is the RMS of the visible part."""
-    rows = pull * directions(head[table.successor])
+    """Embeddings fp64 `[V, H]` for head rows `[V, H]`; `pull` is the RMS of the visible part.
+
+    The last member of a cycle pulls less, so that no text walks one cycle for ever.
+    """
+    strength = torch.full((len(head), 1), pull, dtype=head.dtype)
+    strength[table.members[:, -1]] *= WEAK_LINK
+    rows = strength * directions(head[table.successor])
     rows[:, CODE] = CODE_RMS * table.codes[table.cycle]
     rows[:, TOKEN_FEATURE] = FLAG
     mask = token_id(MASK_ENTRY)
