@@ -139,6 +139,14 @@ class Node:
             lambda: self.shell.run(["docker", "info"]).ok,
         )
 
+    def bring_in(self, *paths: Path) -> None:
+        """Show folders of this machine at the same place inside the node."""
+        for path in paths:
+            inside = self.work / "root" / str(path).lstrip("/")
+            enter = ("nsenter", "--target", str(self.init), "--mount", "--")
+            run(*enter, "mkdir", "-p", str(inside))
+            run(*enter, "mount", "--bind", str(path), str(inside))
+
     def power_off(self) -> None:
         """A power cut: every process of the node is gone at once."""
         if self.process is not None:
