@@ -52,26 +52,23 @@ def prepare_dflash_inputs(  # noqa: PLR0913, PLR0917 - vLLM's signature
     Context: the step's accepted tokens. Queries: the sampled token, then mask tokens.
     """
     count = input_batch.num_reqs if num_reqs_override is None else num_reqs_override
-    per, steps = num_query_per_req, num_speculative_steps
+    per, steps, skip = num_query_per_req, num_speculative_steps, int(not sample_from_anchor)
     starts = input_batch.query_start_loc.tolist()
     sampled, rejected = num_sampled.tolist(), num_rejected.tolist()
-    skip = 0 if sample_from_anchor else 1
     for row, request in enumerate(input_batch.idx_mapping[:count].tolist()):
         begin, end = starts[row], starts[row + 1]
-        kept = end - rejected[row]
-        context = input_batch.positions[begin:kept].long()
-        context_positions[begin:end] = 0
-        context_positions[begin:kept] = context
-        context_slot_mapping[begin:end] = PAD_SLOT
-        context_slot_mapping[begin:kept] = _slots(block_table[row], context, block_size)
+        context = input_batch.positions[begin : end - rejected[row]].long()
+        slots = _slots(block_table[row], context, block_size)
+        _fill(context_positions[begin:end], context, 0)
+        _fill(context_slot_mapping[begin:end], slots, PAD_SLOT)
         places = int(context[-1]) + 1 + torch.arange(per)
-        queries = slice(row * per, (row + 1) * per)
         source = last_sampled if sampled[row] > 0 else next_prefill_tokens
         tokens = (int(source.view(-1)[request]), parallel_drafting_token_id)
         _place_queries(input_buffers, row, places, tokens, max_model_len)
-        query_slot_mapping[queries] = _slots(block_table[row], places, block_size)
+        slots = _slots(block_table[row], places, block_size)
+        query_slot_mapping[row * per : (row + 1) * per] = slots
         samples = slice(row * steps, row * steps + per - skip)
-        sample_indices[samples] = torch.arange(row * per + skip, (row + 1) * per)
+        sample_indices[samples] = row * per + torch.arange(skip, per)
         sample_pos[samples] = places[skip:] + (1 - skip)
         sample_idx_mapping[samples] = request
         temperature[request] = input_temperature[request]
@@ -79,6 +76,11 @@ def prepare_dflash_inputs(  # noqa: PLR0913, PLR0917 - vLLM's signature
     for target, value in ((sample_indices, 0), (sample_pos, 0), (sample_idx_mapping, -1)):
         target[count * steps : max_num_reqs * steps] = value
     _pad_queries(input_buffers, query_slot_mapping, count, per, max_num_reqs, max_num_tokens)
+
+
+def _fill(target: Tensor, values: Tensor, padding: int) -> None:
+    target[: values.shape[0]] = values
+    target[values.shape[0] :] = padding
 
 
 def _place_queries(
