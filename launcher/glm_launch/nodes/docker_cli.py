@@ -53,7 +53,8 @@ def run_argv(
     ]  # fmt: skip
     for label, value in labels.items():
         command += ["--label", f"{label}={value}"]
-    variables = dict(env) | ({"VLLM_API_KEY_FILE": KEY_TARGET} if key_file else {})
+    variables = dict(env) | {"GLM_EXL3_GENERATION": generation}
+    variables |= {"VLLM_API_KEY_FILE": KEY_TARGET} if key_file else {}
     for variable, value in sorted(variables.items()):
         command += ["--env", f"{variable}={value}"]
     mounts = [*box.mounts, *([(key_file, KEY_TARGET)] if key_file else [])]
