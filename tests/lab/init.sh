@@ -2,12 +2,13 @@
 # The init process of a node: ssh server, docker daemon, then wait.
 set -eu
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-mkdir -p /run/sshd /root/.ssh /etc/docker
-chmod 700 /root/.ssh
-cp /lab/authorized_keys /root/.ssh/authorized_keys
+home=/root
+mkdir -p /run/sshd "$home/.ssh" /etc/docker
+chmod 700 "$home/.ssh"
+cp /lab/authorized_keys "$home/.ssh/authorized_keys"
 cp /lab/hosts /etc/hosts
 cp /lab/host_key /etc/ssh/ssh_host_ed25519_key
-chmod 600 /etc/ssh/ssh_host_ed25519_key /root/.ssh/authorized_keys
+chmod 600 /etc/ssh/ssh_host_ed25519_key "$home/.ssh/authorized_keys"
 cp /lab/daemon.json /etc/docker/daemon.json
 /usr/sbin/sshd -o UsePAM=no -E /lab/sshd.log
 dockerd >/lab/dockerd.log 2>&1 &

@@ -30,7 +30,7 @@ from glm_launch.state import StateStore
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 IMAGE = "glm-exl3:engine"
-TARGET = "/root/models/tiny"
+TARGET = "/srv/models/tiny"
 ENVIRONMENT = [Path(sys.prefix), ROOT / "overlay"]
 if sys.base_prefix != "/usr":
     ENVIRONMENT.append(Path(sys.base_prefix))

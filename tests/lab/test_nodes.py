@@ -212,7 +212,7 @@ def model(tmp_path) -> Model:
     return Model(folder, root, Manifest("lab/tiny", "abc", "hub", known.files))
 
 
-TARGET = "/root/hub/models--lab--tiny"
+TARGET = "/srv/hub/models--lab--tiny"
 
 
 def test_f9_f10_weights_arrive_over_the_fabric_and_damage_is_repaired(lab, model) -> None:
@@ -227,7 +227,7 @@ def test_f9_f10_weights_arrive_over_the_fabric_and_damage_is_repaired(lab, model
     assert weights.sync(model, node.ssh, TARGET, Policy(), **address) == 1
     assert node.shell.run(["sh", "-c", f"truncate -s -1 {blob}"]).ok
     assert weights.sync(model, node.ssh, TARGET, Policy(), **address) == 1
-    node.shell.run(["rm", "-rf", "/root/hub"])
+    node.shell.run(["rm", "-rf", "/srv/hub"])
 
 
 def test_f11_a_full_disk_is_named_and_leaves_nothing_that_looks_complete(lab, model) -> None:

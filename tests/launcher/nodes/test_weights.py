@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from glm_launch.errors import RefusedError
 from glm_launch.nodes import manifest as manifests
@@ -348,55 +346,3 @@ def test_the_copy_takes_the_fabric_address_and_keeps_the_host_key(tmp_path) -> N
     remote = argv[argv.index("-e") + 1]
     assert "HostName=10.0.0.2" in remote and "HostKeyAlias=worker" in remote and "-p 2222" in remote
     assert argv[-1] == "ops@worker:/data/m/"
-
-
-FILES = st.dictionaries(
-    st.from_regex(r"[a-z]{1,6}\.json", fullmatch=True),
-    st.binary(max_size=40),
-    min_size=1,
-    max_size=4,
-)
-
-
-@given(FILES, st.integers(0, 10_000), st.sampled_from(["flip", "cut", "grow", "remove"]))
-def test_any_change_to_any_file_is_found(tmp_path_factory, files, where, how) -> None:
-    folder = tmp_path_factory.mktemp("any")
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    known = manifests.of_folder(folder)
-    cache = str(folder / "cache")
-    assert manifests.verify(known, str(folder), cache).problems == ()
-    victim = folder / sorted(files)[where % len(files)]
-    data = victim.read_bytes()
-    if how == "remove":
-        victim.unlink()
-    elif how == "grow" or not data:
-        victim.write_bytes(data + b"x")
-    elif how == "cut":
-        victim.write_bytes(data[: where % len(data)])
-    else:
-        flip(victim, where)
-    assert [p.name for p in manifests.verify(known, str(folder), cache).problems] == [victim.name]
-
-
-def test_a_manifest_survives_its_file_and_damage_to_it_is_no_manifest(tmp_path, content) -> None:
-    known = manifests.of_folder(content)
-    path = tmp_path / "m.json"
-    known.save(path)
-    assert Manifest.load(path) == known
-    path.write_text(path.read_text()[:-20])
-    assert Manifest.load(path) is None
-
-
-def test_verification_on_a_node_is_the_same_program(tmp_path, content) -> None:
-    class Node:
-        name = "node"
-
-        def run(self, command, *, stdin="", timeout_s=30.0):
-            return LocalShell().run([sys.executable, *command[1:]], stdin=stdin)
-
-    known = manifests.of_folder(content)
-    cache = str(tmp_path / "cache.json")
-    assert manifests.verify(known, str(content), cache, shell=Node()).hashed_bytes == known.bytes
-    gone = manifests.verify(known, str(tmp_path), cache, shell=Node()).problems
-    assert {problem.kind for problem in gone} == {"missing"}
