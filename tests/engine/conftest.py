@@ -7,12 +7,15 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+
+from equivalence import Line
 
 HERE = Path(__file__).parent
 START_TIMEOUT_S = 420
@@ -21,6 +24,18 @@ VOCABULARY = (64, 1800)
 
 Run = Callable[..., dict[str, Any]]
 
+MINIATURE = HERE.parents[1] / "bench" / "nano" / "model"
+OPENINGS = (
+    "The gzip module provides a simple interface to compress and decompress files.",
+    'def read_lines(path):\n    """Return the lines of a file."""\n',
+    "json.dumps returns a",
+    "Exceptions are raised when",
+    "The following example shows how to use a context manager:\n\n",
+    "class Stack:\n    def __init__(self):\n",
+    "A list comprehension consists of brackets containing an expression followed by",
+    "To open a socket and listen for connections, call",
+)
+
 
 def prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> list[list[int]]:
     """Random token ids, in one fixed order per seed."""
@@ -28,24 +43,23 @@ def prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> list[li
     return [[generator.randrange(*VOCABULARY) for _ in range(length)] for length in lengths]
 
 
-def cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "glm-exl3" / "tests"
+def openings() -> list[list[int]]:
+    """Beginnings of text for the trained miniature, as token ids."""
+    tokenizer = Tokenizer.from_file(str(MINIATURE / "tr3" / "tokenizer.json"))
+    return [tokenizer.encode(text).ids for text in OPENINGS]
 
 
 def make_checkpoint(family: str, out: Path, *arguments: str) -> Path:
-    """A tiny checkpoint, made by the product's own command; a finished one is reused."""
-    done = out / "config.json"
-    if not done.exists():
-        command = [sys.executable, "-m", "glm_exl3.ref.tiny", "--family", family]
-        subprocess.run([*command, "--out", str(out), *arguments], check=True)
+    """A tiny checkpoint, made by the product's own command."""
+    command = [sys.executable, "-m", "glm_exl3.ref.tiny", "--family", family]
+    subprocess.run([*command, "--out", str(out), *arguments], check=True)
     return out
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`tr3` and `full`, and for each a DFlash2 drafter under `<family>-drafter`."""
-    root = tmp_path_factory.getbasetemp().parent / "glm-exl3-checkpoints"
+    root = tmp_path_factory.mktemp("checkpoints")
     folders: dict[str, Path] = {}
     for family in ("tr3", "full"):
         drafter = root / f"{family}-drafter"
@@ -86,7 +100,7 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="session")
 def references(checkpoints: dict[str, Path], run_engine: Run) -> Callable[[str], dict[str, Any]]:
-    """One undrafted TP 1 run per family, shared by every comparison."""
+    """One undrafted TP 1 run per tiny family, shared by every comparison."""
 
     @cache
     def reference(family: str) -> dict[str, Any]:
@@ -96,6 +110,14 @@ def references(checkpoints: dict[str, Path], run_engine: Run) -> Callable[[str],
     return reference
 
 
-@pytest.fixture
-def work_folder(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
+@pytest.fixture(scope="session")
+def miniature_references(run_engine: Run) -> Callable[[str], list[Line]]:
+    """Greedy text of the trained miniature at TP 1, per family."""
+
+    @cache
+    def reference(family: str) -> list[Line]:
+        engine = {"model": str(MINIATURE / family), "enable_prefix_caching": False}
+        lines = run_engine(engine, openings(), 32)["lines"]
+        return [Line(**{key: tuple(value) for key, value in line.items()}) for line in lines]
+
+    return reference

@@ -4,6 +4,8 @@ A run is a list of `Line`s: the tokens of one prompt and, per token, the margin 
 best and the second-best candidate. Two configurations are equal when their tokens are equal; at a
 first difference that the reference itself holds for a near-tie, the reference token is forced and
 the comparison goes on behind it. The rule is the one of docs/architecture.md, "Equal answers".
+Logits are BF16, whose neighbours lie 1/16 apart between 8 and 16: two candidates one step apart are
+a tie of the number format.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 NEAR_TIE_NATS = 0.05
+BF16_LOGIT_STEP = 2**-4 + 1e-3
 MAX_TIE_SHARE = 0.05
 
 
@@ -79,7 +82,7 @@ def _match(index: int, start: int, reference: Line, line: Line, result: Comparis
             result.differences.append(abs(line.logprobs[offset] - reference.logprobs[position]))
             continue
         margin = reference.margins[position]
-        allowed = max(NEAR_TIE_NATS, 4 * result.median_difference)
+        allowed = max(NEAR_TIE_NATS, BF16_LOGIT_STEP, 4 * result.median_difference)
         if margin > allowed:
             result.broken.append(
                 f"prompt {index}, position {position}: {token} instead of "

@@ -40,8 +40,14 @@ class Engine:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
-        defaults = {"enforce_eager": True, "seed": 0, "max_model_len": 2048}
-        self.llm = LLM(**{**defaults, "disable_log_stats": False, **arguments})
+        defaults = {
+            "enforce_eager": True,
+            "seed": 0,
+            "max_model_len": 2048,
+            "language_model_only": True,
+            "disable_log_stats": False,
+        }
+        self.llm = LLM(**{**defaults, **arguments})
 
     def __call__(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Line]:
         from vllm import SamplingParams
