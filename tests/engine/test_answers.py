@@ -78,6 +78,8 @@ def test_drafting(
     result = run_engine(engine, prompts(), 32, reference=references(family)["lines"])
     assert_equal(result)
     assert 0.2 <= accepted_share(result["counters"]) <= 0.8
+    first = result["counters"]["vllm:spec_decode_num_accepted_tokens_per_pos"][0]
+    assert 0 < first < result["counters"]["vllm:spec_decode_num_drafts"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,11 +12,10 @@ import httpx
 import openai
 import pytest
 
+from service import KEY, MODEL, serving
+
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
-MODEL = "GLM-5.3-Flash-EXL3"
-KEY = "a-key-for-this-test"
 QUESTION = [{"role": "user", "content": "Name a colour and say why you like it."}]
 NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 # Constructed weights would answer in blanks for ever.
@@ -63,42 +58,12 @@ class Served:
         )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def served(checkpoints: dict[str, Path], tmp_path_factory) -> Iterator[Served]:
-    port = free_port()
-    packages = (str(ROOT / name) for name in ("launcher", "bench", "overlay"))
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(packages),
-        "GLM_STATE_DIR": str(tmp_path_factory.mktemp("state")),
-        "MODEL": str(checkpoints["full"]),
-        "SPEC_METHOD": "none",
-        "MAX_MODEL_LEN": "2048",
-        "LANGUAGE_MODEL_ONLY": "1",
-        "PORT": str(port),
-        "MASTER_PORT": str(free_port()),
-        "READY_TIMEOUT_S": "400",
-        "VLLM_API_KEY": KEY,
-        "EXTRA_ARGS": f"--structured-outputs-config '{json.dumps(COMPACT)}'",
-    }
-
-    def launch(verb: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "glm_launch", verb]
-        return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-
-    started = launch("start")
-    try:
-        assert started.returncode == 0, started.stdout + started.stderr
-        base = f"http://127.0.0.1:{port}"
+    compact = f"--structured-outputs-config '{json.dumps(COMPACT)}'"
+    state = tmp_path_factory.mktemp("state")
+    with serving(checkpoints["full"], state, {"EXTRA_ARGS": compact}) as base:
         yield Served(openai.OpenAI(base_url=f"{base}/v1", api_key=KEY, max_retries=0), base)
-    finally:
-        stopped = launch("stop")
-    assert stopped.returncode == 0, stopped.stderr
 
 
 def ask(served: Served, **changes):
