@@ -7,6 +7,7 @@ run cannot hide a test that quietly stopped running.
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,6 +23,8 @@ settings.register_profile(
 )
 settings.load_profile("repository")
 
+# A shell's background job ignores SIGINT and so would every process started here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -10,8 +10,9 @@ of the continuation, computed step by step; the reference is teacher-forced on t
 
 The reference is transformers in FP32; the yardstick is the noise of the number format itself,
 transformers in BF16 against the same reference on the same tokens. A flipped argmax must be a
-near-tie of the reference, or no worse than what the yardstick flips: a router that tips one token
-to another expert moves single positions far in either. One engine per process.
+near-tie of the reference; a router that tips one token to another expert moves single positions far
+in either, so wider flips may be 0.5 % of the positions, or twice as many as the yardstick's. One
+engine per process.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from typing import Any
 KL_FLOOR = 1e-3
 KL_FACTOR = 2.0
 MARGIN_FLOOR_NATS = 0.05
-MARGIN_FACTOR = 2.0
+WIDE_FACTOR = 2.0
+MAX_WIDE_SHARE = 0.005
 MAX_TIE_SHARE = 0.05
+WIDE = ("wide_flips", "positions")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Row:
     bf16_flips: int
     widest_flip_nats: float
     bf16_widest_flip_nats: float
+    wide_flips: int
+    bf16_wide_flips: int
 
 
 @dataclass(frozen=True)
@@ -63,14 +68,11 @@ class Report:
         """What breaks the rule of the module docstring, empty when all holds."""
         allowed = max(KL_FLOOR, KL_FACTOR * self.kl_bf16)
         found = [] if self.kl <= allowed else [f"mean KL {self.kl:.2e} > {allowed:.2e}"]
-        noise = MARGIN_FACTOR * max(row.bf16_widest_flip_nats for row in self.rows)
+        wide, positions = (sum(getattr(row, name) for row in self.rows) for name in WIDE)
+        noise = WIDE_FACTOR * sum(row.bf16_wide_flips for row in self.rows)
+        if wide > max(noise, MAX_WIDE_SHARE * positions):
+            found.append(f"{wide} of {positions} positions flip beyond a near-tie")
         for row in self.rows:
-            margin = max(MARGIN_FLOOR_NATS, 4 * row.median_difference, noise)
-            if row.widest_flip_nats > margin:
-                found.append(
-                    f"prompt of {row.prompt}: argmax differs where the reference's margin is "
-                    f"{row.widest_flip_nats:.3f} nat > {margin:.3f}"
-                )
             if row.flips > max(1, MAX_TIE_SHARE * row.positions):
                 found.append(f"prompt of {row.prompt}: {row.flips} flips in {row.positions}")
         return found
@@ -161,16 +163,18 @@ def row_of(prompt: int, served: Any, bf16: Any, fp32: Any) -> Row:
     def divergence(p: Any, q: Any) -> Any:
         return (p.exp() * (p - q)).sum(-1)
 
-    def flips(other: Any) -> tuple[int, float]:
+    def flips(other: Any) -> tuple[int, float, int]:
         margins = margin[other.argmax(-1) != fp32.argmax(-1)]
-        return margins.numel(), float(margins.max()) if margins.numel() else 0.0
+        widest = float(margins.max()) if margins.numel() else 0.0
+        near = max(MARGIN_FLOOR_NATS, 4 * float(difference.median()))
+        return margins.numel(), widest, int((margins > near).sum())
 
     best = fp32.topk(2, dim=-1).values
     margin = best[:, 0] - best[:, 1]
     chosen = fp32.argmax(-1, keepdim=True)
     difference = (served.gather(1, chosen) - fp32.gather(1, chosen)).abs()
-    count, widest = flips(served)
-    bf16_count, bf16_widest = flips(bf16)
+    count, widest, wide = flips(served)
+    bf16_count, bf16_widest, bf16_wide = flips(bf16)
     return Row(
         prompt=prompt,
         positions=served.shape[0],
@@ -181,6 +185,8 @@ def row_of(prompt: int, served: Any, bf16: Any, fp32: Any) -> Row:
         bf16_flips=bf16_count,
         widest_flip_nats=widest,
         bf16_widest_flip_nats=bf16_widest,
+        wide_flips=wide,
+        bf16_wide_flips=bf16_wide,
     )
 
 
