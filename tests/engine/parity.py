@@ -32,7 +32,6 @@ MARGIN_FLOOR_NATS = 0.05
 WIDE_FACTOR = 2.0
 MAX_WIDE_SHARE = 0.005
 MAX_TIE_SHARE = 0.05
-WIDE = ("wide_flips", "positions")
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,8 @@ class Report:
         """What breaks the rule of the module docstring, empty when all holds."""
         allowed = max(KL_FLOOR, KL_FACTOR * self.kl_bf16)
         found = [] if self.kl <= allowed else [f"mean KL {self.kl:.2e} > {allowed:.2e}"]
-        wide, positions = (sum(getattr(row, name) for row in self.rows) for name in WIDE)
+        wide = sum(row.wide_flips for row in self.rows)
+        positions = sum(row.positions for row in self.rows)
         noise = WIDE_FACTOR * sum(row.bf16_wide_flips for row in self.rows)
         if wide > max(noise, MAX_WIDE_SHARE * positions):
             found.append(f"{wide} of {positions} positions flip beyond a near-tie")

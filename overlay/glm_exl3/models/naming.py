@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from glm_exl3.quant.names import PACKED_LEAVES
+from glm_exl3.format.metadata import PACKED_LEAVES
 
 LANGUAGE = "model.language_model."
 VISION = "model.visual."

@@ -18,6 +18,7 @@ import torch
 
 from glm_exl3 import envs
 from glm_exl3.format.errors import FormatError
+from glm_exl3.format.metadata import PACKED_LEAVES
 from glm_exl3.quant.facts import Facts
 from glm_exl3.quant.names import (
     CONV_FUSED,
@@ -26,7 +27,6 @@ from glm_exl3.quant.names import (
     KDA_FUSED,
     KDA_FUSED_PARTS,
     MERGED,
-    PACKED_LEAVES,
     split_prefix,
 )
 from glm_exl3.quant.params import missing

@@ -22,12 +22,13 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from glm_exl3.format.errors import FormatError
 from glm_exl3.format.layout import TILE, MatrixLayout, codebook_of
+from glm_exl3.format.metadata import PACKED_LEAVES
 from glm_exl3.format.sharding import Cut
 from glm_exl3.ops import library, reference, table
 from glm_exl3.ops.matrix import Exl3Stack
 from glm_exl3.ops.reference import DenseStack
 from glm_exl3.quant.facts import Facts
-from glm_exl3.quant.names import EXPERT_SHARDS, PACKED_LEAVES
+from glm_exl3.quant.names import EXPERT_SHARDS
 from glm_exl3.quant.params import (
     checked_scales,
     checked_trellis,

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PACKED_LEAVES = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1")
-
 MERGED: dict[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),

@@ -17,10 +17,10 @@ import torch
 
 from glm_exl3.format.errors import FormatError
 from glm_exl3.format.layout import TILE, MatrixLayout, codebook_of
+from glm_exl3.format.metadata import PACKED_LEAVES
 from glm_exl3.format.sharding import Cut
 from glm_exl3.ops.matrix import PackedMatrix
 from glm_exl3.quant.facts import Facts
-from glm_exl3.quant.names import PACKED_LEAVES
 from glm_exl3.quant.shards import Key, Shard
 from glm_exl3.ref.decode import channel_scales
 
