@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from glm_exl3.format import recode
 from glm_exl3.format.errors import GlmExl3Error
 
 
@@ -30,6 +31,38 @@ def _seconds(value: str) -> float:
     return seconds
 
 
+def _flag(value: str) -> bool:
+    if value.strip() not in {"0", "1"}:
+        raise ValueError("must be 0 or 1")
+    return value.strip() == "1"
+
+
+def _strength(value: str) -> float:
+    strength = float(value)
+    if not -16 <= strength <= 16:
+        raise ValueError("must be -16 to 16")
+    return strength
+
+
+def _layers(value: str) -> str:
+    from glm_exl3.format.donor import parse_layers, show_layers
+
+    return show_layers(parse_layers(value))
+
+
+def _count(value: str) -> int:
+    if not 0 <= int(value) <= 64:
+        raise ValueError("must be 0 to 64")
+    return int(value)
+
+
+def _curve(value: str) -> tuple[tuple[int, float], ...]:
+    points = sorted((int(n), float(ms)) for n, _, ms in (p.partition(":") for p in _names(value)))
+    if len({n for n, _ in points}) < 2 or points[0][0] < 1 or min(ms for _, ms in points) <= 0:
+        raise ValueError("needs TOKENS:MS of two or more numbers of tokens, all greater than 0")
+    return tuple(points)
+
+
 def _names(value: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
@@ -41,6 +74,28 @@ def _patterns(value: str) -> tuple[str, ...]:
         except re.error as error:
             raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
     return _names(value)
+
+
+def _fused(value: str) -> tuple[str, ...]:
+    names = () if value.strip() == "none" else _names(value)
+    unknown = sorted(set(names) - set(FUSED_NAMES))
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: known are none, {', '.join(FUSED_NAMES)}")
+    return names
+
+
+def _groups(value: str) -> str:
+    return ",".join(recode.parse_groups(value))
+
+
+def _bits(value: str) -> int:
+    bits = int(value)
+    if bits not in recode.BITS:
+        raise ValueError(f"must be {recode.BITS[0]} to {recode.BITS[-1]}")
+    return bits
+
+
+FUSED_NAMES = ("mhc", "kda", "router")
 
 
 @dataclass(frozen=True)
@@ -103,6 +158,13 @@ JOIN_TIMEOUT_S = Knob(
     _seconds,
     "seconds a rank waits for the others before weights are read",
 )
+RAY_RESOURCE = Knob(
+    "GLM_EXL3_RAY_RESOURCE",
+    "",
+    _text,
+    "custom resource of the Ray nodes that ranks are kept to; set by the nodes' entry point",
+    scope="rank",
+)
 IGNORE_TENSORS = Knob(
     "GLM_EXL3_IGNORE_TENSORS",
     (),
@@ -114,6 +176,119 @@ ACCEPT_PATCHES = Knob(
     (),
     _names,
     "comma-separated patch ids (or all) to apply to vLLM sources with an unknown fingerprint",
+)
+FUSED_OPS = Knob(
+    "GLM_EXL3_FUSED_OPS",
+    (),
+    _fused,
+    "comma-separated fused decode ops to use in place of vLLM's: mhc, kda, router, or none",
+)
+SHARED_BESIDE = Knob(
+    "GLM_EXL3_SHARED_BESIDE", False, _flag, "1: the shared expert starts with the routed ones"
+)
+EARLY_LAUNCH = Knob("GLM_EXL3_EARLY_LAUNCH", True, _flag, "0: no kernel starts before its input")
+SPREAD = Knob("GLM_EXL3_SPREAD", False, _flag, "1: few blocks of experts spread over the whole GPU")
+HYBRID_DRAFT = Knob(
+    "GLM_EXL3_HYBRID_DRAFT",
+    False,
+    _flag,
+    "1: a lookup in prompt and output proposes where the end of the text occurred before",
+)
+HYBRID_MATCH = Knob(
+    "GLM_EXL3_HYBRID_MATCH", 6, _count, "tokens that must match before a lookup proposes"
+)
+DRAFTER_TOKENS = Knob(
+    "GLM_EXL3_DRAFTER_TOKENS",
+    0,
+    _count,
+    "tokens that DFlash2 drafts under hybrid drafting; 0: as many as are verified and its block "
+    "holds",
+)
+STEP_MS = Knob(
+    "GLM_EXL3_STEP_MS",
+    ((1, 13.6), (4, 17.0), (8, 25.1), (16, 38.4)),
+    _curve,
+    "milliseconds of a step by tokens, such as 1:13.6,8:25.1, with which adaptive k weighs lengths",
+)
+ABLIT = Knob(
+    "GLM_EXL3_ABLIT",
+    "off",
+    _text,
+    "edit of the output projections: transplant from a donor, proj along a direction, or off",
+    choices=("off", "transplant", "proj"),
+)
+ABLIT_SOURCE = Knob(
+    "GLM_EXL3_ABLIT_SOURCE",
+    "",
+    _text,
+    "folder of the donor, or file of the directions",
+    scope="rank",
+)
+ABLIT_PIN = Knob("GLM_EXL3_ABLIT_PIN", "", _text, "hash that these data must have; empty: any")
+ABLIT_LAYERS = Knob("GLM_EXL3_ABLIT_LAYERS", "15-45", _layers, "layers to edit")
+ABLIT_ALPHA = Knob("GLM_EXL3_ABLIT_ALPHA", 3.0, _strength, "strength of proj; 1 takes all of it")
+ABLIT_MTP = Knob("GLM_EXL3_ABLIT_MTP", True, _flag, "1: edit the MTP block, too")
+ABLIT_FINGERPRINT = Knob(
+    "GLM_EXL3_ABLIT_FINGERPRINT",
+    "",
+    _text,
+    "JSON file with the published relative change of each layer; empty: none is known",
+    scope="rank",
+)
+STEER_VECTOR = Knob(
+    "GLM_EXL3_STEER_VECTOR",
+    "",
+    _text,
+    "GGUF file of projections of the residual streams",
+    scope="rank",
+)
+STEER_PIN = Knob("GLM_EXL3_STEER_PIN", "", _text, "SHA-256 that this file must have; empty: any")
+STEER_ALPHA = Knob(
+    "GLM_EXL3_STEER_ALPHA", 0.0, _strength, "strength of the projections; 0: that of the file"
+)
+STEER_LAYERS = Knob("GLM_EXL3_STEER_LAYERS", "1-44", _layers, "layers whose output is projected")
+STEER_FORCE = Knob(
+    "GLM_EXL3_STEER_FORCE", False, _flag, "1: allow a strength at which the model is known to break"
+)
+DENSE_RECODE = Knob(
+    "GLM_EXL3_DENSE_RECODE",
+    "off",
+    _text,
+    "dense projections in fewer bits: fp8, int8, exl3 (made by `python -m glm_exl3.recode`) or off",
+    choices=recode.SCHEMES,
+)
+DENSE_GROUPS = Knob(
+    "GLM_EXL3_DENSE_GROUPS", ",".join(recode.GROUPS), _groups, "which of them are recoded"
+)
+DENSE_BITS = Knob("GLM_EXL3_DENSE_BITS", 6, _bits, "bits per weight of exl3, 4 to 8")
+DENSE_CACHE = Knob(
+    "GLM_EXL3_DENSE_CACHE",
+    "",
+    _text,
+    "folder of matrices recoded to exl3; empty: beside the weights",
+    scope="rank",
+)
+DENSE_FREED = Knob(
+    "GLM_EXL3_DENSE_FREED",
+    "kv",
+    _text,
+    "the memory that recoding frees: kv gives it to the KV cache, host leaves it alone",
+    choices=("kv", "host"),
+)
+RECODE_PATH = Knob(
+    "GLM_EXL3_RECODE_PATH",
+    "auto",
+    _text,
+    "product of recoded fp8 and int8 for more than eight tokens: auto by table, or one for all",
+    choices=("auto", "rows", "scaled", "widened"),
+)
+ATTENTION = Knob(
+    "GLM_EXL3_ATTENTION",
+    "auto",
+    _text,
+    "sparse attention and indexer: auto takes Triton where vLLM has no kernel, triton always does, "
+    "vllm never",
+    choices=("auto", "triton", "vllm"),
 )
 DIGEST_SALT = Knob(
     "GLM_EXL3_DIGEST_SALT",
@@ -128,15 +303,65 @@ KNOBS: tuple[Knob, ...] = (
     PLATFORM,
     PRESET,
     JOIN_TIMEOUT_S,
+    RAY_RESOURCE,
     IGNORE_TENSORS,
     ACCEPT_PATCHES,
+    FUSED_OPS,
+    SHARED_BESIDE,
+    EARLY_LAUNCH,
+    SPREAD,
+    ATTENTION,
+    HYBRID_DRAFT,
+    HYBRID_MATCH,
+    DRAFTER_TOKENS,
+    STEP_MS,
+    ABLIT,
+    ABLIT_SOURCE,
+    ABLIT_PIN,
+    ABLIT_LAYERS,
+    ABLIT_ALPHA,
+    ABLIT_MTP,
+    ABLIT_FINGERPRINT,
+    STEER_VECTOR,
+    STEER_PIN,
+    STEER_ALPHA,
+    STEER_LAYERS,
+    STEER_FORCE,
+    DENSE_RECODE,
+    DENSE_GROUPS,
+    DENSE_BITS,
+    DENSE_CACHE,
+    DENSE_FREED,
+    RECODE_PATH,
     DIGEST_SALT,
 )
+
+
+def dense_recode(environ: Mapping[str, str] | None = None) -> recode.Recode:
+    """What the three settings of the dense recode ask for."""
+    groups = recode.parse_groups(DENSE_GROUPS.read(environ))
+    scheme, bits = DENSE_RECODE.read(environ), DENSE_BITS.read(environ)
+    return recode.Recode(scheme, groups, bits)
 
 
 def check_all(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Every knob's value by name. Raises GlmExl3Error for the first that is invalid."""
     return {knob.name: knob.read(environ) for knob in KNOBS}
+
+
+def shared_settings(named: Collection[Knob] = (), environ: Mapping[str, str] | None = None) -> str:
+    """`NAME=value` of the settings that all ranks must share and that are not the default, or `-`.
+
+    Those of `named` are left out: the digest has entries of their own for them.
+    """
+    found = [
+        f"{knob.name.removeprefix('GLM_EXL3_')}={value}"
+        for knob in KNOBS
+        if knob.scope == "all ranks"
+        and knob not in named
+        and (value := knob.read(environ)) != knob.default
+    ]
+    return ",".join(found).replace(" ", "") or "-"
 
 
 def as_markdown() -> str:
@@ -148,6 +373,10 @@ def as_markdown() -> str:
 
 def _shown(default: Any) -> str:
     """A default as a reader would type it."""
+    if isinstance(default, bool):
+        return f"`{int(default)}`"
+    if isinstance(default, tuple) and default and isinstance(default[0], tuple):
+        return f"`{','.join(f'{n}:{ms:g}' for n, ms in default)}`"
     if isinstance(default, float):
         return f"`{default:g}`"
     return f"`{default}`" if default else "empty"
@@ -156,7 +385,7 @@ def _shown(default: Any) -> str:
 PAGE_HEAD = """# Environment of the serving process
 
 Generated by `python -m glm_exl3.envs docs/environment.md`; do not edit. `all ranks` means the
-value must be the same on every rank; most of them are part of the digest that ranks compare.
+value must be the same on every rank: it is part of the digest that ranks compare.
 
 """
 

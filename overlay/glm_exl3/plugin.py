@@ -1,7 +1,7 @@
 """vLLM's general plugin: the only entry point that changes anything.
 
 vLLM calls `register()` in every process, sometimes more than once, before devices exist. It does
-five named steps and touches no device; heavy imports happen inside. A step that fails is logged and
+six named steps and touches no device; heavy imports happen inside. A step that fails is logged and
 remembered, and the quantisation configuration raises it again at its first use, because vLLM itself
 may carry on without the plugin.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import lru_cache
+from importlib import import_module
 from importlib.metadata import version as distribution_version
 from pathlib import Path
 
@@ -29,6 +30,15 @@ ARCHITECTURES = {
     "Glm5NextMTPModel": "glm_exl3.models.mtp:Exl3Glm5NextMTP",
     "DFlash2DraftModel": "glm_exl3.models.dflash2:Exl3DFlash2ForCausalLM",
 }
+
+EDIT_SOURCES: tuple[str, ...] = ("glm_exl3.quant.ablit:register",)
+"""`module:function` of everything that may register a weight edit (`quant.edits`)."""
+
+NAMED = (
+    *(envs.BACKEND, envs.FUSED_OPS, envs.ATTENTION, envs.PRESET),
+    *(envs.DENSE_RECODE, envs.DENSE_GROUPS, envs.DENSE_BITS),
+)
+"""Settings that have an entry of their own in the digest."""
 
 
 def vllm_version() -> str:
@@ -50,6 +60,7 @@ def make_digest() -> Digest:
     """What all ranks must have in common."""
     from glm_exl3 import patches
     from glm_exl3.ops import ext
+    from glm_exl3.quant import edits
 
     entries = [
         ("plugin", distribution_version("glm-exl3")),
@@ -58,12 +69,27 @@ def make_digest() -> Digest:
         ("patches", patches.patch_set()),
         ("kernels", ext.source_digest()),
         ("backend", envs.BACKEND.read()),
+        ("fused", ",".join(envs.FUSED_OPS.read()) or "-"),
+        ("attention", envs.ATTENTION.read()),
+        ("edits", edits.digest_entry()),
+        ("dense", str(envs.dense_recode())),
+        ("steer", _steering_digest()),
         ("preset", envs.PRESET.read() or "-"),
+        ("settings", envs.shared_settings(NAMED)),
     ]
     salt = envs.DIGEST_SALT.read()
     if salt:
         entries.append(("salt", salt))
     return Digest(tuple(entries))
+
+
+def _steering_digest() -> str:
+    if not envs.STEER_VECTOR.read():
+        return "-"
+    from glm_exl3.quant import glp
+
+    request = glp.requested()
+    return request.digest if request else "-"
 
 
 def _register_quantization() -> None:
@@ -81,10 +107,28 @@ def _register_operations() -> None:
 
 
 def _register_models() -> None:
+    from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.models.registry import ModelRegistry
 
+    from glm_exl3.dummy.loader import NAME, Exl3DummyLoader
+
+    register_model_loader(NAME)(Exl3DummyLoader)
     for architecture, target in ARCHITECTURES.items():
         ModelRegistry.register_model(architecture, target)
+
+
+def register_edits() -> None:
+    """Let every source of weight edits register what the environment asks for."""
+    for source in EDIT_SOURCES:
+        module, _, function = source.partition(":")
+        getattr(import_module(module), function)()
+
+
+def _register_cache() -> None:
+    from glm_exl3.attention import cache_types, install
+
+    cache_types.register()
+    install.register_names()
 
 
 def _apply_patches() -> None:
@@ -99,8 +143,12 @@ def _apply_patches() -> None:
 
 def _at_model(version: str) -> None:
     from glm_exl3 import patches
+    from glm_exl3.attention.install import install as install_attention
+    from glm_exl3.fused.install import install
 
     patches.apply_all("model", version)
+    install_attention()
+    install()
 
 
 def _install_platform() -> None:
@@ -116,6 +164,8 @@ STEPS: tuple[tuple[str, Callable[[], None]], ...] = (
     ("quantization", _register_quantization),
     ("operations", _register_operations),
     ("models", _register_models),
+    ("edits", register_edits),
+    ("cache", _register_cache),
     ("patches", _apply_patches),
     ("platform", _install_platform),
 )

@@ -31,6 +31,9 @@ PAGED_BACKEND = "glm_exl3.cpu.backends.paged.PagedBackend"
 class CpuEnginePlatform(CpuPlatform):
     """CPU platform of this plug-in; see the module docstring."""
 
+    ray_device_key = "GPU"
+    """Ray nodes of this engine claim one GPU per rank: Ray numbers only what it knows."""
+
     def __init__(self) -> None:
         super().__init__()
         engine.install(force=True)

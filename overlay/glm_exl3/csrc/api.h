@@ -16,8 +16,12 @@ constexpr int kUnsupported = -1;
 // How many ways the MoE decode kernels cut k: `wanted` unless zero. The same for up to eight tokens, so
 // that a token's bits do not depend on its neighbours.
 constexpr int moe_split(int tokens, int intermediate, int wanted) {
-    return wanted > 0 ? (wanted < 8 ? wanted : 8) : tokens <= 32 && intermediate > 1024 ? 1 : 2;
+    return wanted > 0 ? (wanted < 16 ? wanted : 16) : tokens <= 16 && intermediate > 1024 ? 1 : 2;
 }
+
+// Whether the MoE decode kernels rotate inputs in a launch of their own: not up to eight tokens, whose experts
+// have one row each as a rule.
+constexpr bool rotates_before(int tokens) { return tokens > 8; }
 
 // One packed matrix family: `experts` matrices of k x n, `parts` of them side by side (2 for
 // gate/up), trellis [experts, parts, k/16, n/16, 16K], suh [experts, parts, k], svh [.., n].
@@ -45,7 +49,12 @@ struct MoeArguments {
     int* counters;    // moe_decode_counters of them: zero before the first call, left zero by each
     void* workspace;  // moe_decode_workspace_bytes bytes
     int split_k;      // 0: chosen from the shape
+    int product;      // moe_prefill: one of the codes below
 };
+
+// Which matrix instructions moe_prefill multiplies with: what the device has, Hopper's for warpgroups,
+// or those of a warp, which every device has.
+constexpr int kProductOfDevice = 0, kProductOfWarpgroups = 1, kProductOfWarps = 2;
 
 struct LinearArguments {
     const void* x;  // [tokens, k]
@@ -63,10 +72,13 @@ int64_t moe_decode_counters(int tokens, int top_k, int hidden, int intermediate)
 int64_t moe_decode_workspace_bytes(int tokens, int top_k, int hidden, int intermediate, int split_k);
 int moe_decode(const MoeArguments& arguments, cudaStream_t stream);
 
-// Many tokens on Hopper: the same arguments (counters unused), another workspace.
+// Many tokens: the same arguments (counters unused), another workspace.
 int64_t moe_prefill_workspace_bytes(int tokens, int top_k, int hidden, int intermediate, int experts,
                                     int inputs);
 int moe_prefill(const MoeArguments& arguments, cudaStream_t stream);
+
+// How many ways linear_decode may cut k: parts of few columns are small and fill the device.
+constexpr int widest_split(int n) { return n <= 8448 ? 16 : 8; }
 
 int64_t linear_decode_counters(int tokens, int n);
 int64_t linear_decode_workspace_bytes(int tokens, int k, int n);

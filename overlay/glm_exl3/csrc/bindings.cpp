@@ -29,13 +29,31 @@ int type_code(const Tensor& t) {
     }
 }
 
-cudaStream_t stream_of(const Tensor& t) {
-    void* stream = nullptr;
-    if (aoti_torch_get_current_cuda_stream(t.get_device(), &stream) != 0) {
-        throw std::runtime_error("glm_exl3_cuda: no current CUDA stream");
+// The tensor's device is current while this lives: launches, attributes and queries belong to it.
+class OnDeviceOf {
+public:
+    explicit OnDeviceOf(const Tensor& t) : mine_(t.get_device()) {
+        if (cudaGetDevice(&before_) != cudaSuccess || (before_ != mine_ && cudaSetDevice(mine_) != cudaSuccess)) {
+            throw std::runtime_error("glm_exl3_cuda: cannot switch to the tensor's device");
+        }
     }
-    return static_cast<cudaStream_t>(stream);
-}
+    ~OnDeviceOf() {
+        if (before_ != mine_) cudaSetDevice(before_);
+    }
+    OnDeviceOf(const OnDeviceOf&) = delete;
+    OnDeviceOf& operator=(const OnDeviceOf&) = delete;
+
+    cudaStream_t stream() const {
+        void* stream = nullptr;
+        if (aoti_torch_get_current_cuda_stream(mine_, &stream) != 0) {
+            throw std::runtime_error("glm_exl3_cuda: no current CUDA stream");
+        }
+        return static_cast<cudaStream_t>(stream);
+    }
+
+private:
+    int before_ = 0, mine_;
+};
 
 void check(int error, const char* op) {
     if (error == 0) return;
@@ -100,18 +118,21 @@ void moe_decode(Tensor x, Tensor topk_ids, Tensor topk_weights, std::optional<Te
         limit, workspace, out);
     a.counters = static_cast<int*>(counters.data_ptr());
     a.split_k = static_cast<int>(split_k);
-    check(exl3::moe_decode(a, stream_of(x)), "moe_decode");
+    const OnDeviceOf device(x);
+    check(exl3::moe_decode(a, device.stream()), "moe_decode");
 }
 
 void moe_prefill(Tensor x, Tensor topk_ids, Tensor topk_weights, std::optional<Tensor> expert_map,
                  Tensor w13_trellis, Tensor w13_suh, Tensor w13_svh, int64_t w13_codebook,
                  Tensor w2_trellis, Tensor w2_suh, Tensor w2_svh, int64_t w2_codebook, double limit,
-                 Tensor workspace, Tensor out) {
-    const exl3::MoeArguments a = moe_arguments(
+                 int64_t product, Tensor workspace, Tensor out) {
+    exl3::MoeArguments a = moe_arguments(
         x, topk_ids, topk_weights, expert_map, packed(w13_trellis, w13_suh, w13_svh, w13_codebook),
         packed(w2_trellis, w2_suh, w2_svh, w2_codebook), w13_suh.size(1) == 1, w13_trellis.size(0),
         limit, workspace, out);
-    check(exl3::moe_prefill(a, stream_of(x)), "moe_prefill");
+    a.product = static_cast<int>(product);
+    const OnDeviceOf device(x);
+    check(exl3::moe_prefill(a, device.stream()), "moe_prefill");
 }
 
 void linear_decode(Tensor x, Tensor trellis, Tensor suh, Tensor svh, int64_t codebook,
@@ -128,7 +149,8 @@ void linear_decode(Tensor x, Tensor trellis, Tensor suh, Tensor svh, int64_t cod
     a.counters = static_cast<int*>(counters.data_ptr());
     a.workspace = workspace.data_ptr();
     a.split_k = static_cast<int>(split_k);
-    check(exl3::linear_decode(a, stream_of(x)), "linear_decode");
+    const OnDeviceOf device(x);
+    check(exl3::linear_decode(a, device.stream()), "linear_decode");
 }
 
 void dequant(Tensor trellis, std::optional<Tensor> suh, std::optional<Tensor> svh, int64_t codebook,
@@ -147,7 +169,8 @@ void dequant(Tensor trellis, std::optional<Tensor> suh, std::optional<Tensor> sv
     a.n = static_cast<int>(trellis.size(1) * 16);
     a.bits2 = static_cast<int>(trellis.size(2) / 8);
     a.codebook = static_cast<int>(codebook);
-    check(exl3::dequant(a, stream_of(trellis)), "dequant");
+    const OnDeviceOf device(trellis);
+    check(exl3::dequant(a, device.stream()), "dequant");
 }
 
 void encode(Tensor x, Tensor table, int64_t bits, Tensor workspace, Tensor states) {
@@ -159,7 +182,8 @@ void encode(Tensor x, Tensor table, int64_t bits, Tensor workspace, Tensor state
     a.tiles = x.size(0);
     a.workspace_floats = workspace.numel();
     a.bits = static_cast<int>(bits);
-    check(exl3::encode(a, stream_of(x)), "encode");
+    const OnDeviceOf device(x);
+    check(exl3::encode(a, device.stream()), "encode");
 }
 
 int64_t encode_workspace(int64_t tiles, int64_t bits, int64_t blocks) {
@@ -176,7 +200,8 @@ void had128(Tensor x, std::optional<Tensor> pre, std::optional<Tensor> post, Ten
     a.out_type = type_code(out);
     a.width = static_cast<int>(x.size(x.dim() - 1));
     a.rows = a.width == 0 ? 0 : x.numel() / a.width;
-    check(exl3::hadamard(a, stream_of(x)), "had128");
+    const OnDeviceOf device(x);
+    check(exl3::hadamard(a, device.stream()), "had128");
 }
 
 int64_t moe_decode_counters(int64_t tokens, int64_t top_k, int64_t hidden, int64_t intermediate) {
@@ -216,8 +241,8 @@ STABLE_TORCH_LIBRARY(glm_exl3_cuda, m) {
           "Tensor(a!) counters, Tensor(b!) workspace, Tensor(c!) out) -> ()");
     m.def("moe_prefill(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, "
           "Tensor w13_trellis, Tensor w13_suh, Tensor w13_svh, int w13_codebook, Tensor w2_trellis, "
-          "Tensor w2_suh, Tensor w2_svh, int w2_codebook, float limit, Tensor(a!) workspace, "
-          "Tensor(b!) out) -> ()");
+          "Tensor w2_suh, Tensor w2_svh, int w2_codebook, float limit, int product, "
+          "Tensor(a!) workspace, Tensor(b!) out) -> ()");
     m.def("linear_decode(Tensor x, Tensor trellis, Tensor suh, Tensor svh, int codebook, "
           "Tensor? bias, int split_k, Tensor(a!) counters, Tensor(b!) workspace, "
           "Tensor(c!) out) -> ()");

@@ -1,10 +1,10 @@
 // Picks the compiled instance of the decode kernels and sizes their workspaces.
+#include <algorithm>
+
 #include "api.h"
 #include "instances.h"
 
 namespace exl3 {
-
-constexpr int kWidestSplit = 8;
 
 template <int K, Codebook C>
 int gate_up_instance(const MoeArguments&, cudaStream_t);
@@ -30,7 +30,9 @@ int64_t moe_decode_workspace_bytes(int tokens, int top_k, int hidden, int interm
     const int64_t pairs = static_cast<int64_t>(tokens) * top_k;
     const int split = moe_split(tokens, intermediate, split_k);
     return aligned(pairs * (intermediate / 128) * 4) + aligned(pairs * intermediate * 2) +
-           aligned(pairs * hidden * split * 4) + pairs * intermediate * 2 * split * 4;
+           aligned(pairs * hidden * split * 4) +
+           (rotates_before(tokens) ? aligned(pairs * hidden * 4) + aligned(pairs * 8) : 0) +
+           pairs * intermediate * 2 * split * 4;
 }
 
 int moe_decode(const MoeArguments& a, cudaStream_t stream) {
@@ -49,8 +51,9 @@ int64_t linear_decode_counters(int tokens, int n) {
 }
 
 int64_t linear_decode_workspace_bytes(int tokens, int k, int n) {
-    return aligned(tokens * 4) + aligned(static_cast<int64_t>(tokens) * k * 2) +
-           static_cast<int64_t>((tokens + 31) / 32 * 32) * n * kWidestSplit * 4;
+    const int64_t rows = tokens <= 8 ? 8 : tokens <= 16 ? 16 : (tokens + 31) / 32 * 32;
+    return aligned(tokens * widest_split(n) * 4) + aligned(static_cast<int64_t>(tokens) * k * 2) +
+           rows * n * std::min(widest_split(n), std::max(k / 128, 1)) * 4;
 }
 
 int linear_decode(const LinearArguments& a, cudaStream_t stream) {

@@ -4,6 +4,7 @@
 // decode to shared memory, transform along k, transform along n, scale, store.
 #include "api.h"
 #include "codec.cuh"
+#include "dequant_fast.cuh"
 #include "hadamard.cuh"
 
 namespace exl3 {
@@ -109,14 +110,28 @@ int launch_dequant(const DequantArguments& a, cudaStream_t stream) {
     return cudaGetLastError();
 }
 
+// Rotated weights keep the format's own rounding, so only whole matrices take the fast way.
+template <Codebook C, int K>
+int launch_fast_dequant(const DequantArguments& a, cudaStream_t stream) {
+    if (a.rotated) return launch_dequant<C, K>(a, stream);
+    const auto kernel = static_cast<Type>(a.out_type) == Type::kFloat ? fast_dequant_kernel<C, K, true>
+                                                                      : fast_dequant_kernel<C, K, false>;
+    if (const cudaError_t error = cudaFuncSetAttribute(
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kFastDequantBytes)) {
+        return error;
+    }
+    kernel<<<dim3(a.n / 128, a.k / 128), kFastDequantThreads, kFastDequantBytes, stream>>>(a);
+    return cudaGetLastError();
+}
+
 template <Codebook C>
 int launch_rate(const DequantArguments& a, cudaStream_t stream) {
     switch (a.bits2) {
-        case 4: return launch_dequant<C, 2>(a, stream);
-        case 6: return launch_dequant<C, 3>(a, stream);
-        case 8: return launch_dequant<C, 4>(a, stream);
-        case 10: return launch_dequant<C, 5>(a, stream);
-        case 12: return launch_dequant<C, 6>(a, stream);
+        case 4: return launch_fast_dequant<C, 2>(a, stream);
+        case 6: return launch_fast_dequant<C, 3>(a, stream);
+        case 8: return launch_fast_dequant<C, 4>(a, stream);
+        case 10: return launch_fast_dequant<C, 5>(a, stream);
+        case 12: return launch_fast_dequant<C, 6>(a, stream);
         default: return launch_dequant<C, 0>(a, stream);
     }
 }

@@ -63,16 +63,22 @@ __device__ __forceinline__ Quad load_quad(const __half* source) {
     return {{a.x, a.y, b.x, b.y}};
 }
 
+// Four consecutive numbers of sixteen bits, half or bfloat16: both conversions and a choice, no branch, so that
+// the loads of several calls can be under way at once.
+__device__ __forceinline__ Quad load_short_quad(const void* source, bool half, int64_t index) {
+    const uint2 raw = *reinterpret_cast<const uint2*>(static_cast<const __half*>(source) + index);
+    const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&raw.x));
+    const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&raw.y));
+    return {{half ? a.x : __uint_as_float(raw.x << 16), half ? a.y : __uint_as_float(raw.x & 0xffff0000u),
+             half ? b.x : __uint_as_float(raw.y << 16), half ? b.y : __uint_as_float(raw.y & 0xffff0000u)}};
+}
+
 __device__ __forceinline__ Quad load_quad(const void* source, Type type, int64_t index) {
-    if (type == Type::kHalf) return load_quad(static_cast<const __half*>(source) + index);
     if (type == Type::kFloat) {
         const float4 f = *reinterpret_cast<const float4*>(static_cast<const float*>(source) + index);
         return {{f.x, f.y, f.z, f.w}};
     }
-    const uint2 raw =
-        *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(source) + index);
-    return {{__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u),
-             __uint_as_float(raw.y << 16), __uint_as_float(raw.y & 0xffff0000u)}};
+    return load_short_quad(source, type == Type::kHalf, index);
 }
 
 __device__ __forceinline__ void store_quad(void* target, Type type, int64_t index, const Quad& q) {

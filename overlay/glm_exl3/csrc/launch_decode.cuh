@@ -2,9 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "linear_decode.cuh"
 #include "moe_decode.cuh"
+#include "rotate_decode.cuh"
 
 namespace exl3 {
 
@@ -19,7 +21,7 @@ inline int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 // How many ways to cut k: as often as possible if the column blocks are few, else up to four times,
 // until the last, partly filled round of blocks weighs little.
 inline int split_for(int blocks, int k_blocks, int wanted) {
-    const int most = std::min(k_blocks, kMaxSplit);
+    const int most = std::min(k_blocks, widest_split(blocks * 128));
     if (wanted > 0) return std::min(wanted, most);
     if (blocks * 8 <= kBlocksPerLaunch) return most;
     int split = 1;
@@ -32,6 +34,35 @@ template <typename Kernel>
 int allow_shared(Kernel kernel, int bytes) {
     if (bytes <= 32 * 1024) return 0;  // the default limit, less static shared memory
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+// Of the current device: processes may serve several kinds.
+inline int device_attribute(cudaDeviceAttr attribute) {
+    int device = 0, value = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&value, attribute, device);
+    return value;
+}
+
+inline bool supports_dependent_launch() {
+    return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+}
+
+// Whether a knob of `glm_exl3.envs` is 1; read at every launch, so once per captured graph.
+inline bool knob(const char* name, bool unless_set) {
+    const char* value = std::getenv(name);
+    return value == nullptr || *value == '\0' ? unless_set : *value == '1';
+}
+
+// Shared memory of a small grid's block: with GLM_EXL3_SPREAD so much that no multiprocessor takes more
+// blocks than an even spread gives it, also where another stream's kernels fill most of them.
+inline int spread_bytes(int bytes, dim3 grid) {
+    if (!knob("GLM_EXL3_SPREAD", false)) return bytes;
+    const int blocks = static_cast<int>(grid.x * grid.y * grid.z);
+    const int each = (blocks - 1) / device_attribute(cudaDevAttrMultiProcessorCount) + 1;
+    if (each > 3) return bytes;
+    const int whole = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    return std::max(bytes, (whole / (each + 1) + 127) / 128 * 128);
 }
 
 template <typename... Parameters, typename... Arguments>
@@ -47,29 +78,13 @@ int launch(void (*kernel)(Parameters...), dim3 grid, int bytes, cudaStream_t str
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &attribute;
-    config.numAttrs = dependent ? 1 : 0;
+    config.numAttrs = dependent && supports_dependent_launch() && knob("GLM_EXL3_EARLY_LAUNCH", true) ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 // Whether a block may have the shared memory that groups of 16 and 32 tokens take.
 inline bool has_wide_shared() {
-    static const bool wide = [] {
-        int device = 0, bytes = 0;
-        cudaGetDevice(&device);
-        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-        return bytes >= 2 * kLinearBytes;
-    }();
-    return wide;
-}
-
-inline bool supports_dependent_launch() {
-    static const bool supported = [] {
-        int device = 0, major = 0;
-        cudaGetDevice(&device);
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-        return major >= 9;
-    }();
-    return supported;
+    return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= 2 * kLinearBytes;
 }
 
 inline DecodeScratch carve(const MoeArguments& a) {
@@ -81,12 +96,17 @@ inline DecodeScratch carve(const MoeArguments& a) {
         at += aligned(bytes);
         return start;
     };
-    DecodeScratch s;
+    DecodeScratch s = {};
     s.gate_counters = a.counters;
     s.down_counters = a.counters + pairs * (intermediate / 128);
     s.intermediate_scale = reinterpret_cast<float*>(take(pairs * (intermediate / 128) * 4));
     s.intermediate = reinterpret_cast<__half*>(take(pairs * intermediate * 2));
     s.down_parts = reinterpret_cast<float*>(take(pairs * hidden * moe_split(a.tokens, a.w13.n, a.split_k) * 4));
+    if (rotates_before(a.tokens)) {
+        const int64_t lines = pairs * (a.same_suh ? 1 : 2);
+        s.rotated = reinterpret_cast<__half*>(take(lines * hidden * 2));
+        s.rotated_scale = reinterpret_cast<float*>(take(lines * 4));
+    }
     s.gate_parts = reinterpret_cast<float*>(at);
     return s;
 }
@@ -112,9 +132,18 @@ int launch_gate_up(const MoeArguments& a, cudaStream_t stream) {
     const Parts parts(a.w13.k, moe_split(a.tokens, a.w13.n, a.split_k));
     const int row_bytes = parts.size * 2 * (a.same_suh ? 1 : 2);
     const int cap = row_cap(a.tokens, Work::kRingBytes, row_bytes);
-    const int bytes = std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes);
-    return launch(moe_gate_up<K, C, 1>, dim3(a.w13.n / 128, a.tokens * a.top_k, parts.count), bytes,
-                  stream, false, a, carve(a), parts.count, parts.size, cap);
+    const dim3 grid(a.w13.n / 128, a.tokens * a.top_k, parts.count);
+    const int bytes = spread_bytes(std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes), grid);
+    const DecodeScratch scratch = carve(a);
+    if (!rotates_before(a.tokens)) {
+        // Not early: among the last blocks of the call before, these would spread unevenly.
+        return launch(moe_gate_up<K, C, 1, false>, grid, bytes, stream, false, a, scratch, parts.count,
+                      parts.size, cap);
+    }
+    const dim3 lines(a.tokens * a.top_k, a.same_suh ? 1 : 2);
+    if (const int error = launch(moe_rotate, lines, 0, stream, true, a, scratch)) return error;
+    return launch(moe_gate_up<K, C, 1, true>, grid, bytes, stream, true, a, scratch, parts.count,
+                  parts.size, cap);
 }
 
 template <int K, Codebook C>
@@ -123,9 +152,9 @@ int launch_down(const MoeArguments& a, cudaStream_t stream) {
     const Parts parts(a.w2.k, moe_split(a.tokens, a.w13.n, a.split_k));
     const int row_bytes = parts.size * 2;
     const int cap = row_cap(a.tokens, Work::kRingBytes, row_bytes);
-    const int bytes = std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes);
-    return launch(moe_down<K, C, 1>, dim3(a.w2.n / 128, a.tokens * a.top_k, parts.count), bytes, stream,
-                  supports_dependent_launch(), a, carve(a), parts.count, parts.size, cap);
+    const dim3 grid(a.w2.n / 128, a.tokens * a.top_k, parts.count);
+    const int bytes = spread_bytes(std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes), grid);
+    return launch(moe_down<K, C, 1>, grid, bytes, stream, true, a, carve(a), parts.count, parts.size, cap);
 }
 
 template <int K, Codebook C, int NT>
@@ -138,7 +167,7 @@ int launch_linear(const LinearArguments& a, cudaStream_t stream) {
     // Keep a full group's activations within a block's share of shared memory; by shape alone, so
     // that a token's bits do not depend on its neighbours.
     const int budget = kLinearBytes * (NT == 1 ? 1 : 2) - Work::kRingBytes;
-    while (split < k_blocks && split < kMaxSplit &&
+    while (split < k_blocks && split < widest_split(a.w.n) &&
            Work::kRows * ((k_blocks + split - 1) / split) * 256 > budget) {
         ++split;
     }
@@ -148,21 +177,21 @@ int launch_linear(const LinearArguments& a, cudaStream_t stream) {
     LinearScratch s;
     s.counters = a.counters;
     s.scales = reinterpret_cast<float*>(at);
-    at += aligned(a.tokens * 4);
+    at += aligned(a.tokens * widest_split(a.w.n) * 4);
     s.rotated = reinterpret_cast<__half*>(at);
     at += aligned(static_cast<int64_t>(a.tokens) * a.w.k * 2);
     s.parts = reinterpret_cast<float*>(at);
     const dim3 grid(blocks, groups, parts.count);
     if (a.tokens <= kFusedRotation) {
-        return launch(linear_few_tokens<K, C, NT, false>, grid, bytes, stream, false, a, s, parts.count,
+        return launch(linear_few_tokens<K, C, NT, false>, grid, bytes, stream, true, a, s, parts.count,
                       parts.size);
     }
-    if (const int error = launch(rotate_tokens, dim3((a.w.k + 1023) / 1024, a.tokens), 0, stream, false,
-                                 a, s, Work::kRows)) {
+    if (const int error = launch(rotate_tokens, dim3(parts.count, a.tokens), 0, stream, false, a, s,
+                                 Work::kRows, parts.size)) {
         return error;
     }
-    return launch(linear_few_tokens<K, C, NT, true>, grid, bytes, stream, supports_dependent_launch(),
-                  a, s, parts.count, parts.size);
+    return launch(linear_few_tokens<K, C, NT, true>, grid, bytes, stream, true, a, s, parts.count,
+                  parts.size);
 }
 
 }  // namespace exl3

@@ -12,85 +12,56 @@ namespace exl3 {
 
 struct LinearScratch {
     int* counters;   // [token groups, n/128]
-    float* scales;   // [tokens], the rows' powers of two
+    float* scales;   // [tokens, split], powers of two of the parts of rows
     __half* rotated; // [token groups, k/16, rows of the group, 16]
     float* parts;    // [token groups, n/128, split, rows, 128]
 };
-
-// Rotates all tokens once, for products in which the column blocks would repeat it too often.
-// Grid: (k / 1024 rounded up, tokens).
-static __global__ void __launch_bounds__(kThreads)
-rotate_tokens(const LinearArguments a, const LinearScratch scratch, int rows_per_group) {
-    __shared__ float bounds[kWarps][1];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    allow_next_kernel();
-    const int token = blockIdx.y, first = token / rows_per_group * rows_per_group;
-    const int rows = min(rows_per_group, a.tokens - first);
-    const __half* suh = static_cast<const __half*>(a.w.suh);
-    const Type x_type = static_cast<Type>(a.x_type);
-    const int64_t index = static_cast<int64_t>(token) * a.w.k;
-    const float bound = row_bound(a.x, x_type, index, suh, a.w.k, warp, lane);
-    if (lane == 0) bounds[warp][0] = bound;
-    __syncthreads();
-    const float scale = row_scale(bounds, 0);
-    if (blockIdx.x == 0 && threadIdx.x == 0) scratch.scales[token] = scale;
-    const int at = blockIdx.x * 1024 + warp * 128 + lane * 4;
-    if (at >= a.w.k) return;
-    const Quad q = load_quad(a.x, x_type, index + at) * load_quad(suh + at);
-    put_fragment(scratch.rotated + static_cast<int64_t>(first) * a.w.k, rows, token - first, at,
-                 hadamard128(q * scale, lane));
-}
 
 template <int K, Codebook C, int NT, bool Rotated>
 __global__ void __launch_bounds__(kThreads, NT == 1 ? 4 : NT == 2 ? 3 : 2)
 linear_few_tokens(const LinearArguments a, const LinearScratch scratch, int split, int k_part) {
     using Work = Stream<K, C, NT, 1>;
     extern __shared__ __align__(16) unsigned char shared[];
-    __shared__ float bounds[kWarps][Work::kRows];
+    __shared__ unsigned bounds[Work::kRows];
     __shared__ int flag;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int block = blockIdx.x, first = blockIdx.y * Work::kRows, part = blockIdx.z;
     const int rows = min(Work::kRows, a.tokens - first);
+    allow_next_kernel();
+    if (threadIdx.x < Work::kRows) bounds[threadIdx.x] = 0;
 
     const int k_begin = part * k_part;
     const int k_size = min(k_part, a.w.k - k_begin);
     const int64_t row_words = static_cast<int64_t>(a.w.n / 16) * Work::kTileWords;
-    const typename Work::Share share(warp, k_size / (16 * kStepsPerStage));
+    const typename Work::Share share(warp, k_size / (16 * Work::kStepsPerStage));
     uint32_t* ring = reinterpret_cast<uint32_t*>(shared) + warp * kStages * Work::kStageWords;
     __half* activations = reinterpret_cast<__half*>(shared + Work::kRingBytes);
     const int stages = share.stage_end - share.stage_begin;
     const uint32_t* source = a.w.trellis +
-                             (k_begin / 16 + share.stage_begin * kStepsPerStage) * row_words +
+                             (k_begin / 16 + share.stage_begin * Work::kStepsPerStage) * row_words +
                              (block * 8 + share.half * kTilesPerWarp) * Work::kTileWords;
     typename Work::Copier copier(shared_address(ring), source, static_cast<int>(row_words * 4), lane);
     Work::prefetch(copier, stages);
 
+    wait_for_previous_kernel();
     if constexpr (Rotated) {
-        wait_for_previous_kernel();
         const uint4* source_rows = reinterpret_cast<const uint4*>(
             scratch.rotated + static_cast<int64_t>(first) * a.w.k + k_begin * rows);
         for (int i = threadIdx.x; i < rows * k_size / 8; i += kThreads) {
             reinterpret_cast<uint4*>(activations)[i] = __ldcg(source_rows + i);
         }
     } else {
-        const __half* suh = static_cast<const __half*>(a.w.suh) + k_begin;
-        const Type x_type = static_cast<Type>(a.x_type);
-        for (int row = 0; row < rows; ++row) {
-            const int64_t index = static_cast<int64_t>(first + row) * a.w.k + k_begin;
-            const float bound = row_bound(a.x, x_type, index, suh, k_size, warp, lane);
-            if (lane == 0) bounds[warp][row] = bound;
-        }
+        const int64_t index = static_cast<int64_t>(first) * a.w.k + k_begin;
+        const auto rows_of = row_source(a.x, static_cast<Type>(a.x_type),
+                                        [=](int row) { return index + static_cast<int64_t>(row) * a.w.k; },
+                                        static_cast<const __half*>(a.w.suh) + k_begin, k_size, rows);
         __syncthreads();
-        for (int row = 0; row < rows; ++row) {
-            const int64_t index = static_cast<int64_t>(first + row) * a.w.k + k_begin;
-            rotate_row(activations, rows, row, a.x, x_type, index, suh, k_size,
-                       row_scale(bounds, row), warp, lane);
-        }
+        rotate_rows(rows_of, bounds, activations, rows, 0, warp, lane);
     }
     __syncthreads();
 
     Work work;
-    work.run(ring, copier, activations + share.stage_begin * kStepsPerStage * rows * 16,
+    work.run(ring, copier, activations + share.stage_begin * Work::kStepsPerStage * rows * 16,
              rows, stages, lane);
     float* reduce = reinterpret_cast<float*>(shared);
     work.put(reduce, share, lane);
@@ -98,7 +69,8 @@ linear_few_tokens(const LinearArguments a, const LinearScratch scratch, int spli
     const int64_t group = static_cast<int64_t>(blockIdx.y) * gridDim.x + block;
     float* parts = scratch.parts + group * split * Work::kRows * 128;
     for (int row = warp; row < rows; row += kWarps) {
-        const float scale = Rotated ? __ldcg(scratch.scales + first + row) : row_scale(bounds, row);
+        const float scale =
+            Rotated ? __ldcg(scratch.scales + (first + row) * split + part) : row_scale(bounds, row);
         const Quad q = Work::get(reduce, row, lane * 4) * reciprocal_of_power(scale);
         store_quad(reduce, Type::kFloat, row * Work::kReduceStride + lane * 4, q);
         if (split > 1) store_quad(parts, Type::kFloat, (part * Work::kRows + row) * 128 + lane * 4, q);
@@ -109,12 +81,9 @@ linear_few_tokens(const LinearArguments a, const LinearScratch scratch, int spli
     for (int row = warp; row < rows; row += kWarps) {
         Quad q = load_quad(reduce, Type::kFloat, row * Work::kReduceStride + lane * 4);
         if (split > 1) {
-            q = Quad{};
-            for (int s = 0; s < split; ++s) {
-                const float4 f = __ldcg(reinterpret_cast<const float4*>(
-                    parts + (s * Work::kRows + row) * 128 + lane * 4));
-                q = q + Quad{{f.x, f.y, f.z, f.w}};
-            }
+            q = sum_parts(
+                split, [&](int s) { return parts + (s * Work::kRows + row) * 128 + lane * 4; },
+                [](int) { return true; });
         }
         q = hadamard128(q, lane) * load_quad(static_cast<const __half*>(a.w.svh) + column);
         if (a.bias != nullptr) q = q + load_quad(static_cast<const __half*>(a.bias) + column);

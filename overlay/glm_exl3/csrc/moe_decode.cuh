@@ -14,14 +14,14 @@
 
 namespace exl3 {
 
-constexpr int kMaxSplit = 8;
-
 struct DecodeScratch {
     int* gate_counters;    // [pairs, I/128]
     int* down_counters;    // [tokens, H/128]
     float* intermediate_scale;  // [pairs, I/128]
     __half* intermediate;  // [pairs, I], fragment order within sixteen
     float* down_parts;     // [pairs, split, H]
+    __half* rotated;       // [inputs, pairs, H], fragment order within sixteen, where rotated beforehand
+    float* rotated_scale;  // [inputs, pairs], powers of two
     float* gate_parts;     // [pairs, I/128, split, 256]
 };
 
@@ -107,81 +107,122 @@ __device__ __forceinline__ bool block_arrives_last(int* counter, int total, int*
     return *flag != 0;
 }
 
+// The sum in order of the four numbers at every `address(p)` with `present(p)`, p from 0 to `count`: parts other
+// blocks have written, eight loads under way together.
+template <typename Address, typename Present>
+__device__ __forceinline__ Quad sum_parts(int count, Address address, Present present) {
+    constexpr int kBatch = 8;
+    Quad sum = {};
+#pragma unroll 1
+    for (int first = 0; first < count; first += kBatch) {
+        float4 f[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            f[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            const int p = first + i;
+            if (p < count && present(p)) f[i] = __ldcg(reinterpret_cast<const float4*>(address(p)));
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) sum = sum + Quad{{f[i].x, f[i].y, f[i].z, f[i].w}};
+    }
+    return sum;
+}
+
 __device__ __forceinline__ float clamped_swiglu(float gate, float up, float limit) {
     gate = fminf(gate, limit);
     up = fminf(fmaxf(up, -limit), limit);
     return gate / (1.0f + __expf(-gate)) * up;
 }
 
-template <int K, Codebook C, int NT>
+template <int K, Codebook C, int NT, bool Rotated>
 __global__ void __launch_bounds__(kThreads, 4)
 moe_gate_up(const MoeArguments a, const DecodeScratch scratch, int split, int k_part, int cap) {
     using Work = Stream<K, C, NT, 2>;
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ RowGroup<Work::kRows> group;
-    __shared__ float bounds[kWarps][2 * Work::kRows];
+    __shared__ float scales[2 * Work::kRows];
+    __shared__ unsigned bounds[2 * Work::kRows];
     __shared__ int flag;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int block = blockIdx.x, pair = blockIdx.y, part = blockIdx.z;
 
+    // The kernels after this one read the routing before they wait, so they may start only once it is there.
+    if constexpr (!Rotated) {
+        if (threadIdx.x < 2 * Work::kRows) bounds[threadIdx.x] = 0;
+        wait_for_previous_kernel();
+    }
     allow_next_kernel();
     const int64_t id = expert_of(a, pair);
     const int expert = local_expert(a, id);
-    if (expert < 0) return;
+    if (expert < 0) {
+        if constexpr (Rotated) wait_for_previous_kernel();
+        return;
+    }
     const int rows = gather_rows(a, pair, id, cap, group, warp, lane);
     if (rows == 0) return;
 
     const int k_begin = part * k_part;
     const int k_size = min(k_part, a.w13.k - k_begin);
     const int64_t row_words = static_cast<int64_t>(a.w13.n / 16) * Work::kTileWords;
-    const typename Work::Share share(warp, k_size / (16 * kStepsPerStage));
+    const typename Work::Share share(warp, k_size / (16 * Work::kStepsPerStage));
     uint32_t* ring = reinterpret_cast<uint32_t*>(shared) + warp * kStages * Work::kStageWords;
     __half* activations = reinterpret_cast<__half*>(shared + Work::kRingBytes);
     const int stages = share.stage_end - share.stage_begin;
     const uint32_t* source =
         a.w13.trellis +
         ((static_cast<int64_t>(expert) * 2 + share.matrix) * (a.w13.k / 16) + k_begin / 16 +
-         share.stage_begin * kStepsPerStage) * row_words +
+         share.stage_begin * Work::kStepsPerStage) * row_words +
         (block * 8 + share.half * kTilesPerWarp) * Work::kTileWords;
     typename Work::Copier copier(shared_address(ring), source, static_cast<int>(row_words * 4), lane);
     Work::prefetch(copier, stages);
     __syncthreads();
 
     const int inputs = a.same_suh ? 1 : 2;
-    const __half* suh = static_cast<const __half*>(a.w13.suh) +
-                        static_cast<int64_t>(expert) * inputs * a.w13.k + k_begin;
-    const Type x_type = static_cast<Type>(a.x_type);
-    for (int row = 0; row < rows; ++row) {
-        const int64_t index = static_cast<int64_t>(group.pair[row] / a.top_k) * a.w13.k + k_begin;
-        for (int input = 0; input < inputs; ++input) {
-            const float bound =
-                row_bound(a.x, x_type, index, suh + input * a.w13.k, k_size, warp, lane);
-            if (lane == 0) bounds[warp][input * rows + row] = bound;
+    for (int input = 0; input < inputs; ++input) {
+        __half* to = activations + input * rows * k_size;
+        if constexpr (Rotated) {
+            if (input == 0) wait_for_previous_kernel();
+            const int64_t pairs = static_cast<int64_t>(a.tokens) * a.top_k;
+            for (int row = 0; row < rows; ++row) {
+                const int64_t line = input * pairs + group.pair[row];
+                if (threadIdx.x == 0) scales[input * rows + row] = __ldcg(scratch.rotated_scale + line);
+                const __half* from = scratch.rotated + line * a.w13.k + k_begin;
+                for (int chunk = threadIdx.x; chunk < k_size / 8; chunk += kThreads) {
+                    copy_async_16(shared_address(to + ((chunk >> 1) * rows + row) * 16 + (chunk & 1) * 8),
+                                  from + chunk * 8);
+                }
+            }
+        } else {
+            const __half* suh = static_cast<const __half*>(a.w13.suh) +
+                                (static_cast<int64_t>(expert) * inputs + input) * a.w13.k + k_begin;
+            const auto source = row_source(
+                a.x, static_cast<Type>(a.x_type),
+                [&](int row) { return static_cast<int64_t>(group.pair[row] / a.top_k) * a.w13.k + k_begin; },
+                suh, k_size, rows);
+            rotate_rows(source, bounds + input * rows, to, rows, 0, warp, lane);
+            if (threadIdx.x < rows) {
+                scales[input * rows + threadIdx.x] = row_scale(bounds, input * rows + threadIdx.x);
+            }
         }
     }
-    __syncthreads();
-    for (int row = 0; row < rows; ++row) {
-        const int64_t index = static_cast<int64_t>(group.pair[row] / a.top_k) * a.w13.k + k_begin;
-        for (int input = 0; input < inputs; ++input) {
-            rotate_row(activations + input * rows * k_size, rows, row, a.x, x_type, index,
-                       suh + input * a.w13.k, k_size, row_scale(bounds, input * rows + row), warp,
-                       lane);
-        }
+    if constexpr (Rotated) {
+        copy_async_commit();
+        copy_async_wait<0>();
     }
     __syncthreads();
 
     Work work;
     work.run(ring, copier,
              activations + (a.same_suh ? 0 : share.matrix * rows * k_size) +
-                 share.stage_begin * kStepsPerStage * rows * 16,
+                 share.stage_begin * Work::kStepsPerStage * rows * 16,
              rows, stages, lane);
     float* reduce = reinterpret_cast<float*>(shared);
     work.put(reduce, share, lane);
 
     const int i_blocks = a.w13.n / 128;
     for (int row = warp; row < rows; row += kWarps) {
-        const float gate_scale = row_scale(bounds, row);
-        const float up_scale = a.same_suh ? gate_scale : row_scale(bounds, rows + row);
+        const float gate_scale = scales[row];
+        const float up_scale = a.same_suh ? gate_scale : scales[rows + row];
         const Quad gate = Work::get(reduce, row, lane * 4) * reciprocal_of_power(gate_scale);
         const Quad up = Work::get(reduce, row, 128 + lane * 4) * reciprocal_of_power(up_scale);
         float* line = reduce + row * Work::kReduceStride;
@@ -208,15 +249,11 @@ moe_gate_up(const MoeArguments a, const DecodeScratch scratch, int split, int k_
         Quad gate = load_quad(line, Type::kFloat, lane * 4);
         Quad up = load_quad(line, Type::kFloat, 128 + lane * 4);
         if (split > 1) {
-            gate = up = Quad{};
-            const int64_t at = (static_cast<int64_t>(owner) * i_blocks + block) * split * 256;
-            for (int s = 0; s < split; ++s) {
-                const float* parts = scratch.gate_parts + at + s * 256 + lane * 4;
-                const float4 g = __ldcg(reinterpret_cast<const float4*>(parts));
-                const float4 u = __ldcg(reinterpret_cast<const float4*>(parts + 128));
-                gate = gate + Quad{{g.x, g.y, g.z, g.w}};
-                up = up + Quad{{u.x, u.y, u.z, u.w}};
-            }
+            const float* parts = scratch.gate_parts +
+                                 (static_cast<int64_t>(owner) * i_blocks + block) * split * 256 + lane * 4;
+            const auto always = [](int) { return true; };
+            gate = sum_parts(split, [&](int s) { return parts + s * 256; }, always);
+            up = sum_parts(split, [&](int s) { return parts + s * 256 + 128; }, always);
         }
         gate = hadamard128(gate, lane) * load_quad(svh);
         up = hadamard128(up, lane) * load_quad(svh + a.w13.n);
@@ -241,11 +278,13 @@ moe_down(const MoeArguments a, const DecodeScratch scratch, int split, int k_par
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int block = blockIdx.x, pair = blockIdx.y, part = blockIdx.z;
 
+    allow_next_kernel();
     const int64_t id = expert_of(a, pair);
     const int expert = local_expert(a, id);
     const int n_blocks = a.w2.n / 128, i_blocks = a.w2.k / 128;
     if (expert < 0) {
         // A token none of whose experts live here gets zeros from its first pair.
+        wait_for_previous_kernel();
         if (pair % a.top_k != 0 || part != 0) return;
         for (int j = 1; j < a.top_k; ++j) {
             if (local_expert(a, expert_of(a, pair + j)) >= 0) return;
@@ -262,13 +301,13 @@ moe_down(const MoeArguments a, const DecodeScratch scratch, int split, int k_par
     const int k_begin = part * k_part;
     const int k_size = min(k_part, a.w2.k - k_begin);
     const int64_t row_words = static_cast<int64_t>(a.w2.n / 16) * Work::kTileWords;
-    const typename Work::Share share(warp, k_size / (16 * kStepsPerStage));
+    const typename Work::Share share(warp, k_size / (16 * Work::kStepsPerStage));
     uint32_t* ring = reinterpret_cast<uint32_t*>(shared) + warp * kStages * Work::kStageWords;
     __half* activations = reinterpret_cast<__half*>(shared + Work::kRingBytes);
     const int stages = share.stage_end - share.stage_begin;
     const uint32_t* source =
         a.w2.trellis +
-        (static_cast<int64_t>(expert) * (a.w2.k / 16) + k_begin / 16 + share.stage_begin * kStepsPerStage) *
+        (static_cast<int64_t>(expert) * (a.w2.k / 16) + k_begin / 16 + share.stage_begin * Work::kStepsPerStage) *
             row_words +
         (block * 8 + share.half * kTilesPerWarp) * Work::kTileWords;
     typename Work::Copier copier(shared_address(ring), source, static_cast<int>(row_words * 4), lane);
@@ -299,7 +338,7 @@ moe_down(const MoeArguments a, const DecodeScratch scratch, int split, int k_par
     __syncthreads();
 
     Work work;
-    work.run(ring, copier, activations + share.stage_begin * kStepsPerStage * rows * 16,
+    work.run(ring, copier, activations + share.stage_begin * Work::kStepsPerStage * rows * 16,
              rows, stages, lane);
     float* reduce = reinterpret_cast<float*>(shared);
     work.put(reduce, share, lane);
@@ -322,15 +361,11 @@ moe_down(const MoeArguments a, const DecodeScratch scratch, int split, int k_par
                                 __popc(local) * split);
         }
         if (__shfl_sync(kFullWarp, last, 0) == 0) continue;
-        Quad sum = {};
-        for (unsigned rest = local; rest != 0; rest &= rest - 1) {
-            const int64_t other = token * a.top_k + __ffs(static_cast<int>(rest)) - 1;
-            for (int s = 0; s < split; ++s) {
-                const float4 f = __ldcg(reinterpret_cast<const float4*>(
-                    scratch.down_parts + (other * split + s) * a.w2.n + column));
-                sum = sum + Quad{{f.x, f.y, f.z, f.w}};
-            }
-        }
+        const float* parts =
+            scratch.down_parts + static_cast<int64_t>(token) * a.top_k * split * a.w2.n + column;
+        const Quad sum = sum_parts(
+            a.top_k * split, [&](int p) { return parts + static_cast<int64_t>(p) * a.w2.n; },
+            [&](int p) { return (local >> (split == 1 ? p : p / split) & 1u) != 0; });
         store_quad(a.out, static_cast<Type>(a.out_type),
                    static_cast<int64_t>(token) * a.w2.n + column, sum);
     }

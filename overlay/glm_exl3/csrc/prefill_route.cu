@@ -9,19 +9,36 @@ constexpr int kMaxExperts = 1024;
 
 namespace {
 
+// Calls `visit(pair, expert)` for every pair with a local expert among those of thread `me`; eight loads are
+// under way together.
+template <typename Visit>
+__device__ __forceinline__ void each_pair(const MoeArguments& a, int me, Visit visit) {
+    constexpr int kBatch = 8;
+    const int pairs = a.tokens * a.top_k;
+    for (int first = me; first < pairs; first += kBatch * kMaxExperts) {
+        int expert[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int pair = first + i * kMaxExperts;
+            expert[i] = pair < pairs ? local_expert(a, expert_of(a, pair)) : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            if (expert[i] >= 0) visit(first + i * kMaxExperts, expert[i]);
+        }
+    }
+}
+
 // Sorts pairs by expert and cuts each expert's rows into tiles; one block of kMaxExperts threads.
 __global__ void __launch_bounds__(kMaxExperts) route_kernel(const MoeArguments a,
                                                            const PrefillScratch s) {
     __shared__ int count[kMaxExperts], rows[kMaxExperts], tiles[kMaxExperts];
-    const int me = threadIdx.x, pairs = a.tokens * a.top_k;
+    const int me = threadIdx.x;
     count[me] = 0;
     __syncthreads();
-    for (int pair = me; pair < pairs; pair += kMaxExperts) {
-        const int expert = local_expert(a, expert_of(a, pair));
-        if (expert >= 0) atomicAdd(&count[expert], 1);
-    }
+    each_pair(a, me, [&](int, int expert) { atomicAdd(&count[expert], 1); });
     __syncthreads();
-    const int mine = count[me], my_tiles = (mine + kTileRows - 1) / kTileRows;
+    const int mine = count[me], my_tiles = (mine + s.tile_rows - 1) / s.tile_rows;
     rows[me] = mine;
     tiles[me] = my_tiles;
     __syncthreads();
@@ -36,18 +53,17 @@ __global__ void __launch_bounds__(kMaxExperts) route_kernel(const MoeArguments a
     if (me == kMaxExperts - 1) *s.tile_count = tiles[me];
     if (me < a.experts) s.expert_first[me] = first;
     for (int t = 0; t < my_tiles; ++t) {
-        s.tiles[first_tile + t] = {me, first + t * kTileRows, min(kTileRows, mine - t * kTileRows), 0};
+        s.tiles[first_tile + t] = {me, first + t * s.tile_rows,
+                                     min(s.tile_rows, mine - t * s.tile_rows), 0};
     }
     __syncthreads();
     count[me] = first;
     __syncthreads();
-    for (int pair = me; pair < pairs; pair += kMaxExperts) {
-        const int expert = local_expert(a, expert_of(a, pair));
-        if (expert < 0) continue;
+    each_pair(a, me, [&](int pair, int expert) {
         const int row = atomicAdd(&count[expert], 1);
         s.row_pair[row] = pair;
         s.row_expert[row] = expert;
-    }
+    });
 }
 
 // A power of two per expert that keeps the rotated down input inside half range whatever the tokens.
@@ -71,29 +87,27 @@ __global__ void __launch_bounds__(kThreads) down_scale_kernel(const MoeArguments
 }
 
 // Rotates the rows of one pair; grid (pairs, inputs).
-__global__ void __launch_bounds__(kThreads) rotate_pairs_kernel(const MoeArguments a,
-                                                               const PrefillScratch s) {
-    __shared__ float bounds[kWarps][1];
+__global__ void __launch_bounds__(kThreads, 5)
+rotate_pairs_kernel(const MoeArguments a, const PrefillScratch s) {
+    __shared__ unsigned bound;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int pair = s.row_pair[blockIdx.x], expert = s.row_expert[blockIdx.x];
     const int inputs = gridDim.y, hidden = a.w13.k;
     const __half* suh = static_cast<const __half*>(a.w13.suh) +
                         (static_cast<int64_t>(expert) * inputs + blockIdx.y) * hidden;
-    const Type x_type = static_cast<Type>(a.x_type);
     const int64_t index = static_cast<int64_t>(pair / a.top_k) * hidden;
-    const float bound = row_bound(a.x, x_type, index, suh, hidden, warp, lane);
-    if (lane == 0) bounds[warp][0] = bound;
+    const auto source =
+        row_source(a.x, static_cast<Type>(a.x_type), [=](int) { return index; }, suh, hidden, 1);
+    if (threadIdx.x == 0) bound = 0;
     __syncthreads();
-    const float scale = row_scale(bounds, 0);
     const int64_t first = static_cast<int64_t>(blockIdx.y) * gridDim.x;
-    if (threadIdx.x == 0) s.row_scale[first + blockIdx.x] = reciprocal_of_power(scale);
-    __half* input = s.rotated + first * hidden;
+    const bool doubled = takes_doubled(a.w13, s);
+    __half* input = s.rotated + first * hidden * (doubled ? 2 : 1);
     const int in_tile = blockIdx.x - s.expert_first[expert];
-    for (int block = warp * 128; block < hidden; block += kWarps * 128) {
-        const int at = block + lane * 4;
-        const Quad q = load_quad(a.x, x_type, index + at) * load_quad(suh + at);
-        store_swizzled(input, gridDim.x, blockIdx.x, in_tile, at, hadamard128(q * scale, lane));
-    }
+    rotate_each(source, &bound, warp, lane, [&](int, int at, const Quad& q) {
+        store_input(input, doubled, gridDim.x, blockIdx.x, in_tile, at, q);
+    });
+    if (threadIdx.x == 0) s.row_scale[first + blockIdx.x] = reciprocal_of_power(row_scale(&bound, 0));
 }
 
 // out[token] = sum of its pairs in order; one block a token and 1024 columns.
@@ -101,11 +115,18 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const MoeArguments a,
                                                           const PrefillScratch s) {
     const int token = blockIdx.y, column = (blockIdx.x * kThreads + threadIdx.x) * 4;
     if (column >= a.w2.n) return;
+    constexpr int kBatch = 8;
     Quad sum = {};
-    for (int j = 0; j < a.top_k; ++j) {
-        const int pair = token * a.top_k + j;
-        if (local_expert(a, expert_of(a, pair)) < 0) continue;
-        sum = sum + load_quad(s.routed, Type::kBFloat16, static_cast<int64_t>(pair) * a.w2.n + column);
+    for (int first = 0; first < a.top_k; first += kBatch) {
+        Quad q[kBatch] = {};
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+            const int pair = token * a.top_k + min(first + j, a.top_k - 1);
+            const bool here = first + j < a.top_k && local_expert(a, expert_of(a, pair)) >= 0;
+            if (here) q[j] = load_short_quad(s.routed, false, static_cast<int64_t>(pair) * a.w2.n + column);
+        }
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) sum = sum + q[j];
     }
     store_quad(a.out, static_cast<Type>(a.out_type), static_cast<int64_t>(token) * a.w2.n + column, sum);
 }

@@ -29,6 +29,14 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Four 8x8 blocks of halves; lane l names row l % 8 of block l / 8 (16 bytes in shared memory).
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared)
+                 : "memory");
+}
+
 // Bulk copies that complete on a barrier in shared memory; compute capability 9 and later.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals));
@@ -48,6 +56,12 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
         "again_%=: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
         "@!done bra again_%=;}\n" ::"r"(barrier), "r"(parity)
         : "memory");
+#endif
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 #endif
 }
 

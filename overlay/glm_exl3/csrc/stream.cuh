@@ -27,7 +27,8 @@ __device__ __forceinline__ void double_halves(uint32_t pair, uint32_t& first, ui
 }
 
 constexpr int kTilesPerWarp = 4;
-constexpr int kStepsPerStage = 4;
+// k tiles a stage: at five and six bits four would leave too little shared memory for activations.
+constexpr int steps_per_stage(int bits) { return bits >= 5 ? 2 : 4; }
 
 template <int K, Codebook C, int NT, int Matrices>
 struct Stream {
@@ -35,6 +36,7 @@ struct Stream {
     static constexpr int kSlices = kWarps / (2 * Matrices);
     static constexpr int kColumns = 128 * Matrices;
     static constexpr int kTileWords = 8 * K;
+    static constexpr int kStepsPerStage = steps_per_stage(K);
     static constexpr int kStepWords = kTilesPerWarp * kTileWords;
     static constexpr int kStageWords = kStepsPerStage * kStepWords;
     static constexpr int kRingBytes = kWarps * kStages * kStageWords * 4;
@@ -257,37 +259,119 @@ __device__ __forceinline__ void put_fragment(__half* activations, int rows, int 
     first[2] = __floats2half2_rn(q.v[2], q.v[3]);
 }
 
-// Rotates one row: had128(x * suh) times a power of two that keeps every element inside half range.
-// `k` elements starting at x[index] and suh; all warps share the work, `scale` is the row's own.
-__device__ __forceinline__ void rotate_row(__half* activations, int rows, int row, const void* x,
-                                           Type type, int64_t index, const __half* suh, int k,
-                                           float scale, int warp, int lane) {
-    for (int block = warp * 128; block < k; block += kWarps * 128) {
-        const int at = block + lane * 4;
-        Quad q = load_quad(x, type, index + at) * load_quad(suh + at);
-        put_fragment(activations, rows, row, at, hadamard128(q * scale, lane));
-    }
-}
+// Rows of activations to rotate: `count` rows of `k` elements, element 0 of row r at x[index(r)].
+template <typename Index>
+struct RowSource {
+    const void* x;
+    Type type;
+    Index index;
+    const __half* suh;
+    int k, count;
 
-// Largest |x * suh| over the blocks of one row that this warp rotates.
-__device__ __forceinline__ float row_bound(const void* x, Type type, int64_t index,
-                                           const __half* suh, int k, int warp, int lane) {
-    float bound = 0.0f;
-    for (int block = warp * 128; block < k; block += kWarps * 128) {
-        const int at = block + lane * 4;
-        bound = fmaxf(bound, largest(load_quad(x, type, index + at) * load_quad(suh + at)));
+    // A task is one block of 128 of one row.
+    __device__ __forceinline__ int tasks() const { return count * (k / 128); }
+    __device__ __forceinline__ int row_of(int task) const { return count == 1 ? 0 : task / (k / 128); }
+    __device__ __forceinline__ int place_of(int task, int row, int lane) const {
+        return (task - row * (k / 128)) * 128 + lane * 4;
     }
-    return warp_max(bound);
-}
 
-// The power of two of a row from all warps' bounds: brings |x * suh| to at most 2^11, so that a
-// rotated element, at most sqrt(128) larger, stays inside half range.
-template <int Rows>
-__device__ __forceinline__ float row_scale(const float (&bounds)[kWarps][Rows], int row) {
-    float bound = bounds[0][row];
+    // The lane's numbers times their scales of tasks first, first + kWarps, ..
+    template <bool Float, int Batch>
+    __device__ __forceinline__ void load(Quad (&q)[Batch], int first, int lane) const {
 #pragma unroll
-    for (int w = 1; w < kWarps; ++w) bound = fmaxf(bound, bounds[w][row]);
-    return power_of_two_scale(bound, 11);
+        for (int i = 0; i < Batch; ++i) {
+            const int task = min(first + i * kWarps, tasks() - 1), row = row_of(task);
+            const int at = place_of(task, row, lane);
+            const int64_t from = index(row) + at;
+            q[i] = (Float ? load_quad(x, Type::kFloat, from) : load_short_quad(x, type == Type::kHalf, from)) *
+                   load_quad(suh + at);
+        }
+    }
+};
+
+// The power of two of a row from its bound: brings |x * suh| to at most 2^11, so that a rotated element, at
+// most sqrt(128) larger, stays inside half range.
+__device__ __forceinline__ float row_scale(const unsigned* bounds, int row) {
+    return power_of_two_scale(__uint_as_float(bounds[row]), 11);
+}
+
+// Raises `bounds[row]` to the largest |x * suh| of the tasks first, first + kWarps, .. held in `q`.
+template <typename Index, int Batch>
+__device__ __forceinline__ void raise_bounds(const RowSource<Index>& source, unsigned* bounds,
+                                             const Quad (&q)[Batch], int first, int lane) {
+#pragma unroll
+    for (int i = 0; i < Batch; ++i) {
+        const int task = first + i * kWarps;
+        if (task >= source.tasks()) break;
+        const float most = warp_max(largest(q[i]));
+        if (lane == 0) atomicMax(bounds + source.row_of(task), __float_as_uint(most));
+    }
+}
+
+// Gives `store(row, first element, numbers)` the rotated numbers of the same tasks: had128(x * suh) times the
+// row's power of two.
+template <typename Index, typename Store, int Batch>
+__device__ __forceinline__ void rotate_held(const RowSource<Index>& source, const unsigned* bounds,
+                                            const Quad (&q)[Batch], int first, int lane, Store store) {
+#pragma unroll
+    for (int i = 0; i < Batch; ++i) {
+        const int task = first + i * kWarps;
+        if (task >= source.tasks()) break;
+        const int row = source.row_of(task);
+        store(row, source.place_of(task, row, lane), hadamard128(q[i] * row_scale(bounds, row), lane));
+    }
+}
+
+// A whole block rotates all rows; `bounds`, one a row, are zero before and hold the rows' largest after. What a
+// warp can hold it reads once.
+template <bool Float, typename Index, typename Store>
+__device__ __forceinline__ void rotate_each_of(const RowSource<Index>& source, unsigned* bounds, int warp,
+                                               int lane, Store store) {
+    constexpr int kBatch = 4, kStride = kBatch * kWarps;
+    Quad q[kBatch];
+    if (source.tasks() <= kStride) {
+        source.template load<Float>(q, warp, lane);
+        raise_bounds(source, bounds, q, warp, lane);
+        __syncthreads();
+        rotate_held(source, bounds, q, warp, lane, store);
+        return;
+    }
+#pragma unroll 1
+    for (int first = warp; first < source.tasks(); first += kStride) {
+        source.template load<Float>(q, first, lane);
+        raise_bounds(source, bounds, q, first, lane);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int first = warp; first < source.tasks(); first += kStride) {
+        source.template load<Float>(q, first, lane);
+        rotate_held(source, bounds, q, first, lane, store);
+    }
+}
+
+template <typename Index, typename Store>
+__device__ __forceinline__ void rotate_each(const RowSource<Index>& source, unsigned* bounds, int warp, int lane,
+                                            Store store) {
+    if (source.type == Type::kFloat) {
+        rotate_each_of<true>(source, bounds, warp, lane, store);
+    } else {
+        rotate_each_of<false>(source, bounds, warp, lane, store);
+    }
+}
+
+// The same in fragment order, from row `first` of `rows`.
+template <typename Index>
+__device__ __forceinline__ void rotate_rows(const RowSource<Index>& source, unsigned* bounds,
+                                            __half* activations, int rows, int first, int warp, int lane) {
+    rotate_each(source, bounds, warp, lane, [&](int row, int at, const Quad& q) {
+        put_fragment(activations, rows, first + row, at, q);
+    });
+}
+
+template <typename Index>
+__device__ __forceinline__ RowSource<Index> row_source(const void* x, Type type, Index index,
+                                                       const __half* suh, int k, int count) {
+    return {x, type, index, suh, k, count};
 }
 
 }  // namespace exl3

@@ -46,6 +46,22 @@ template <int N>
 struct Wgmma;
 
 template <>
+struct Wgmma<16> {
+    __device__ __forceinline__ static void run(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
+#ifdef EXL3_HAS_WGMMA
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 1, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7}, "
+            "{%8, %9, %10, %11}, %12, p, 1, 1, 0;}\n"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
+              "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#endif
+    }
+};
+
+template <>
 struct Wgmma<32> {
     __device__ __forceinline__ static void run(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
 #ifdef EXL3_HAS_WGMMA
@@ -58,6 +74,26 @@ struct Wgmma<32> {
               "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
               "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
               "+f"(d[15])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#endif
+    }
+};
+
+template <>
+struct Wgmma<48> {
+    __device__ __forceinline__ static void run(float (&d)[24], const uint32_t (&a)[4], uint64_t b) {
+#ifdef EXL3_HAS_WGMMA
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 1, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+            "%16, %17, %18, %19, %20, %21, %22, %23}, "
+            "{%24, %25, %26, %27}, %28, p, 1, 1, 0;}\n"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
+              "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+              "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+              "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
+              "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #endif
     }

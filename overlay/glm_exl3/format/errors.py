@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Self
+
 
 class GlmExl3Error(Exception):
     """Root of the plugin's errors.
@@ -16,6 +18,10 @@ class GlmExl3Error(Exception):
 
     def message(self) -> str:
         return ". ".join(part.rstrip(".") for part in (self.seen, self.why, self.fix) if part) + "."
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own protocol calls the class with the message alone.
+        return _rebuild, (type(self), vars(self))
 
 
 class FormatError(GlmExl3Error):
@@ -37,3 +43,11 @@ class FormatError(GlmExl3Error):
     def message(self) -> str:
         where = ": ".join(part for part in (self.file, self.tensor) if part)
         return f"{where}: {super().message()}" if where else super().message()
+
+    def at(self, *, tensor: str) -> Self:
+        """The same finding, about `tensor`."""
+        return type(self)(**{**vars(self), "tensor": tensor})
+
+
+def _rebuild(kind: type[GlmExl3Error], parts: dict[str, Any]) -> GlmExl3Error:
+    return kind(**parts)

@@ -208,14 +208,7 @@ def _marker(name: str, kind: str, entry: TensorEntry) -> int:
     try:
         return entry.read_scalar()
     except FormatError as error:
-        raise FormatError(
-            code=error.code,
-            seen=error.seen,
-            why=error.why,
-            fix=error.fix,
-            file=error.file,
-            tensor=f"{name}.{kind}",
-        ) from error
+        raise error.at(tensor=f"{name}.{kind}") from error
 
 
 def _expect_dtype(name: str, leaf: str, entry: TensorEntry, dtype: str) -> None:

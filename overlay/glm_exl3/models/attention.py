@@ -9,11 +9,14 @@ whose weight vLLM reads directly (`kv_b_proj`, `wk_weights_proj`) are never pack
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from vllm.models.glm5next.common.attention import Glm5NextMLAAttention
 from vllm.models.glm5next.common.kda import Glm5NextLinearAttention
 
+from glm_exl3.fused.install import installed
 from glm_exl3.quant.config import Exl3Config
 
 
@@ -43,6 +46,16 @@ class PackedLinearAttention(Glm5NextLinearAttention):
     def __init__(self, config: Any, vllm_config: Any, prefix: str = "") -> None:
         object.__setattr__(self, "_exl3_config", exl3_config(vllm_config))
         super().__init__(config=config, vllm_config=vllm_config, prefix=prefix)
+        self._fused_step: Callable[..., torch.Tensor | None] | None = None
+        if "kda" in installed():
+            from glm_exl3.fused import kda_step
+
+            self._fused_step = kda_step.step
+
+    def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Attention output `[T, H]`; a plain decode step may take the fused way."""
+        output = None if self._fused_step is None else self._fused_step(self, hidden_states)
+        return super().forward(hidden_states, positions) if output is None else output
 
     @property
     def quant_config(self) -> Any:

@@ -1,8 +1,9 @@
 """GLM-5.3-Flash from EXL3 checkpoints: vLLM's classes under their own architecture names.
 
-The names stay, because vLLM keys graph capture and hybrid-cache rules by them. Only two things are
-added: ranks are compared before anything is built, and weights load under the rules of
-`quant.loading`. Checkpoints of another quantisation pass through unchanged.
+The names stay, because vLLM keys graph capture and hybrid-cache rules by them. Three things are
+added: ranks are compared before anything is built, weights load under the rules of `quant.loading`,
+and layers are steered where a vector is set. Checkpoints of another quantisation pass through
+unchanged.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from vllm.distributed import get_tp_group
 from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
 from vllm.models.glm5next import Glm5NextForCausalLM, Glm5NextForConditionalGeneration
 
-from glm_exl3.models import naming
+from glm_exl3.fused.install import join
+from glm_exl3.models import naming, steer
 from glm_exl3.models.attention import exl3_config
+from glm_exl3.quant.ablit import check_registered
 from glm_exl3.quant.completeness import Naming, Taker
 from glm_exl3.quant.loading import load_checked
 from glm_exl3.quant.startup import compare_digests, prepare_model
@@ -25,6 +28,7 @@ from glm_exl3.quant.startup import compare_digests, prepare_model
 def prepare(vllm_config: Any) -> None:
     """What must happen before a model with EXL3 weights is built. Raises GlmExl3Error."""
     prepare_model()
+    check_registered(vllm_config.model_config.hf_text_config)
     if exl3_config(vllm_config) is not None:
         compare_digests(get_tp_group())
 
@@ -51,6 +55,8 @@ class Exl3Glm5NextForCausalLM(Glm5NextForCausalLM):
         if not prefix:
             prepare(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        join(self.model)
+        steer.install(self.model)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         config = exl3_config(self.vllm_config)

@@ -15,6 +15,7 @@ import torch
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.models.glm5next import Glm5NextMTP
 
+from glm_exl3.fused.install import join
 from glm_exl3.models import naming
 from glm_exl3.models.attention import exl3_config
 from glm_exl3.models.glm5next import prepare
@@ -26,10 +27,11 @@ _OPTIONAL = (re.compile(r"^model\.embed_tokens\."), re.compile(r"\.shared_head\.
 
 
 def pack_eh_proj(model: Any, config: Exl3Config) -> None:
-    """Replace `eh_proj` by a quantised layer in every MTP layer where the checkpoint packs it."""
+    """Replace `eh_proj` by a quantised layer where the checkpoint packs it or it is recoded."""
     for index, layer in model.layers.items():
         prefix = f"model.layers.{index}.eh_proj"
-        if config.packed_sources(prefix, merged=False) is None:
+        packed = config.packed_sources(prefix, merged=False) is not None
+        if not packed and not config.recodes(prefix, merged=False):
             continue
         dense = layer.eh_proj
         layer.eh_proj = ReplicatedLinear(
@@ -54,11 +56,15 @@ class Exl3Glm5NextMTP(Glm5NextMTP):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if config is not None:
             pack_eh_proj(self.model, config)
+        join(self.model)
 
     def _naming(self) -> Naming:
         layers = int(self.config.num_hidden_layers)
         return Naming(
-            lambda name: naming.mtp_name(name, layers), optional=_OPTIONAL, splits_fused=False
+            lambda name: naming.mtp_name(name, layers),
+            optional=_OPTIONAL,
+            splits_fused=False,
+            role="mtp",
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -1,8 +1,9 @@
 """The CUDA back end: `torch.ops.glm_exl3_cuda.*` behind the interface of the back-end table.
 
-Shapes decide the kernel: few tokens go to the streaming kernels, which decode weights in registers;
-many tokens of a dense matrix go through one decoded copy and the vendor's matrix product. Rates and
-codebooks without a fast instance take that second way at any size.
+The table of `glm_exl3.ops.tuning` decides by shape: few tokens go to the streaming kernels, which
+decode weights in registers; many tokens of routed experts are sorted into tiles; many of a dense
+matrix go through one decoded copy and the vendor's matrix product. Rates and codebooks without a
+fast instance take that last way at any size.
 
 Counters that the kernels leave at zero are kept per matrix and stream; scratch memory comes from
 torch's allocator at every call, so graph capture keeps it inside the graph's pool. Two graphs that
@@ -13,22 +14,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
 from glm_exl3.format.layout import TILE, Codebook
-from glm_exl3.ops import ext
+from glm_exl3.ops import ext, tuning
+from glm_exl3.ops.cuda_encode import encode_tiles as encode
 from glm_exl3.ops.matrix import Exl3Stack, PackedMatrix
+from glm_exl3.ops.tuning import Problem, Step
+
+__all__ = ["dequant", "encode", "had128", "linear", "moe", "prepare_linear", "prepare_moe"]
 
 _CODES = {Codebook.INST3: 0, Codebook.MCG: 1, Codebook.MUL1: 2}
 _FAST_RATES = frozenset({2, 3, 4, 5, 6})
 _FAST_CODEBOOKS = frozenset({Codebook.MCG, Codebook.MUL1})
-STREAMED_TOKENS = 64
+STREAMED_TOKENS = 64  # what counters are made for; more go in parts
 STREAMED_MOE_TOKENS = 128
 MAX_TOP_K = 16
-TILED_TOKENS = 16384
-TILED_CAPABILITY = 9
+TILED_TOKENS = 8192  # 16,384 at once took 2.6 times as long on an H200
 _GRAPHS = -1
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 _outgrown: list[torch.Tensor] = []
@@ -43,6 +48,19 @@ def has_fast_kernel(trellis: torch.Tensor, codebook: Codebook) -> bool:
     """Whether the streaming kernels have an instance for this rate and codebook."""
     rate, rest = divmod(int(trellis.shape[-1]), 16)
     return rest == 0 and rate in _FAST_RATES and codebook in _FAST_CODEBOOKS
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _step(op: str, w: Exl3Stack | PackedMatrix, tokens: int) -> Step:
+    """The table's step for a matrix, or for the experts whose gate and up are `w`."""
+    shape = w.trellis.shape
+    k, n, bits = shape[-3] * TILE, shape[-2] * TILE, shape[-1] // 16
+    problem = Problem(op, k, n, bits, w.codebook.value)
+    return tuning.step(problem, _capability(w.trellis.device), tokens)
 
 
 def _zeroed_counters(trellis: torch.Tensor, count: int) -> torch.Tensor:
@@ -108,13 +126,16 @@ def prepare_linear(matrix: PackedMatrix) -> PackedMatrix:
     return matrix
 
 
-def linear(x: torch.Tensor, matrix: PackedMatrix, split_k: int = 0) -> torch.Tensor:
-    """x [..., k] -> [..., n] in x.dtype (fp16, bf16 or fp32)."""
+def linear(x: torch.Tensor, matrix: PackedMatrix, how: Step | None = None) -> torch.Tensor:
+    """x [..., k] -> [..., n] in x.dtype (fp16, bf16 or fp32); `how` overrules the table."""
     rows = x.reshape(-1, x.shape[-1])
     tokens, features = rows.shape[0], matrix.out_features
     if tokens == 0:
         return x.new_empty((*x.shape[:-1], features))
-    if tokens > STREAMED_TOKENS or not has_fast_kernel(matrix.trellis, matrix.codebook):
+    if not has_fast_kernel(matrix.trellis, matrix.codebook):
+        return torch.matmul(x, dequant(matrix, x.dtype))
+    how = how or _step("linear", matrix, tokens)
+    if how.path == tuning.DECODED or tokens > STREAMED_TOKENS:
         return torch.matmul(x, dequant(matrix, x.dtype))
     ops = _ops()
     out = torch.empty(tokens, features, dtype=x.dtype, device=x.device)
@@ -125,7 +146,7 @@ def linear(x: torch.Tensor, matrix: PackedMatrix, split_k: int = 0) -> torch.Ten
         matrix.svh,
         _CODES[matrix.codebook],
         None,
-        split_k,
+        how.split_k,
         _linear_counters(matrix),
         _scratch(x.device, ops.linear_decode_workspace(tokens, rows.shape[1], features)),
         out,
@@ -153,12 +174,12 @@ def moe(
     w2: Exl3Stack,
     limit: float | None,
     expert_map: torch.Tensor | None = None,
-    split_k: int = 0,
+    how: Step | None = None,
 ) -> torch.Tensor:
     """Routed sum [T, H] of this rank in x.dtype: weight * down(swiglu(gate(x), up(x))).
 
     x [T, H], topk_ids int32 or int64 [T, k] (global ids), topk_weights [T, k]; `expert_map` int32
-    gives the local expert or -1.
+    gives the local expert or -1. `how` overrules the table.
     """
     fast = has_fast_kernel(w13.trellis, w13.codebook) and has_fast_kernel(w2.trellis, w2.codebook)
     if not fast or topk_ids.shape[1] > MAX_TOP_K:
@@ -175,10 +196,11 @@ def moe(
         w2,
         math.inf if limit is None else limit,
     )
-    if call.prefers_tiles():
-        call.run_tiled(out)
+    how = how or _step("moe", w13, x.shape[0])
+    if how.path == tuning.TILED:
+        call.run_tiled(out, tuning.PRODUCTS[how.product])
     else:
-        call.run_streamed(out, split_k)
+        call.run_streamed(out, how.split_k)
     return out
 
 
@@ -211,12 +233,7 @@ class _RoutedCall:
     def _sizes(self, tokens: int) -> tuple[int, int, int, int]:
         return tokens, self.ids.shape[1], self.x.shape[1], self.w2.trellis.shape[1] * TILE
 
-    def prefers_tiles(self) -> bool:
-        """Tiles need Hopper's warpgroup multiply and enough rows to fill them."""
-        capability = torch.cuda.get_device_capability(self.x.device)
-        return self.x.shape[0] > STREAMED_MOE_TOKENS and capability[0] == TILED_CAPABILITY
-
-    def run_tiled(self, out: torch.Tensor) -> None:
+    def run_tiled(self, out: torch.Tensor, product: int) -> None:
         ops, device = _ops(), self.x.device
         for start in range(0, self.x.shape[0], TILED_TOKENS):
             part = slice(start, min(start + TILED_TOKENS, self.x.shape[0]))
@@ -228,6 +245,7 @@ class _RoutedCall:
                 self.ids[part],
                 self.weights[part],
                 *self._stacks(),
+                product,
                 _scratch(device, size_bytes),
                 out[part],
             )
@@ -258,7 +276,7 @@ def _moe_by_expert(
     limit: float | None,
     expert_map: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Any rate and codebook, one expert after the other; the expert list visits the host."""
+    """Any rate and codebook, one expert after the other in fp32; the host reads the expert list."""
     from glm_exl3.ref.moe import swiglu_clamped
 
     local = topk_ids.to(torch.int64)
@@ -273,9 +291,9 @@ def _moe_by_expert(
         for i in (0, 1):
             scales = w13.suh[expert, min(i, w13.suh.shape[1] - 1)]
             matrix = PackedMatrix(w13.trellis[expert, i], scales, w13.svh[expert, i], w13.codebook)
-            halves.append(linear(x[tokens], matrix).to(torch.float32))
-        hidden = swiglu_clamped(halves[0], halves[1], limit).to(x.dtype)
+            halves.append(linear(x[tokens].to(torch.float32), matrix))
+        hidden = swiglu_clamped(halves[0], halves[1], limit)
         down = PackedMatrix(w2.trellis[expert], w2.suh[expert], w2.svh[expert], w2.codebook)
-        routed = linear(hidden, down).to(torch.float32)
+        routed = linear(hidden, down)
         out.index_add_(0, tokens, routed * topk_weights[tokens, slots, None])
     return out.to(x.dtype)

@@ -10,6 +10,7 @@ Torch releases before 2.11 are refused: they lack parts of the ABI the library i
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -72,7 +73,7 @@ def _generate_flags(architectures: tuple[str, ...]) -> list[str]:
 
 
 def _targets(source: Path, architectures: tuple[str, ...]) -> tuple[str, ...]:
-    """Prefill products run on Hopper only; elsewhere they are compiled just to link."""
+    """Warpgroup products run on Hopper only; elsewhere they are compiled just to link."""
     if source.stem.startswith("prefill_k") and HOPPER in architectures:
         return (HOPPER,)
     return architectures
@@ -148,6 +149,15 @@ def build(
     return target
 
 
+def _build_once(architectures: tuple[str, ...]) -> Path:
+    """Build into the cache, or wait for another process of this machine that is at it."""
+    folder = cached_library().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return find_library() or build(architectures=architectures, jobs=os.cpu_count() or 1)
+
+
 @cache
 def load() -> Path:
     """Register the operators, building the library first where it is missing; idempotent.
@@ -158,7 +168,7 @@ def load() -> Path:
     if path is None:
         major, minor = torch.cuda.get_device_capability()
         name = f"{major}.{minor}" + ("a" if (major, minor) == (9, 0) else "")
-        path = build(architectures=(name,), jobs=os.cpu_count() or 1)
+        path = _build_once((name,))
     torch.ops.load_library(str(path))
     return path
 

@@ -23,6 +23,8 @@ _LIBRARY.define(
     "exl3_dequant(Tensor trellis, Tensor suh, Tensor svh, str codebook, ScalarType dtype,"
     " str backend) -> Tensor"
 )
+_LIBRARY.define("had128(Tensor x, Tensor? pre, Tensor? post, str backend) -> Tensor")
+_LIBRARY.define("exl3_encode(Tensor tiles, int bits, str codebook, str backend) -> Tensor")
 _LIBRARY.define(
     "exl3_moe(Tensor x, Tensor topk_ids, Tensor topk_weights,"
     " Tensor w13_trellis, Tensor w13_suh, Tensor w13_svh, str w13_codebook,"
@@ -79,6 +81,26 @@ def _dequant_fake(
     return trellis.new_empty((trellis.shape[0] * TILE, trellis.shape[1] * TILE), dtype=dtype)
 
 
+def _had128(
+    x: torch.Tensor, pre: torch.Tensor | None, post: torch.Tensor | None, backend: str
+) -> torch.Tensor:
+    result: torch.Tensor = table.row(backend).load().had128(x, pre, post)
+    return result
+
+
+def _had128_fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _encode(tiles: torch.Tensor, bits: int, codebook: str, backend: str) -> torch.Tensor:
+    result: torch.Tensor = table.row(backend).load().encode(tiles, bits, Codebook(codebook))
+    return result
+
+
+def _encode_fake(tiles: torch.Tensor, *rest: object) -> torch.Tensor:
+    return tiles.new_empty(tiles.shape, dtype=torch.int32)
+
+
 def _moe(  # noqa: PLR0913, PLR0917 - an operation's schema is flat: tensors, not objects
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -109,6 +131,8 @@ def _moe_fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
 for _name, _run, _fake in (
     ("exl3_linear", _linear, _linear_fake),
     ("exl3_dequant", _dequant, _dequant_fake),
+    ("had128", _had128, _had128_fake),
+    ("exl3_encode", _encode, _encode_fake),
     ("exl3_moe", _moe, _moe_fake),
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
@@ -128,6 +152,20 @@ def dequant(matrix: PackedMatrix, dtype: torch.dtype, backend: str) -> torch.Ten
     result: torch.Tensor = torch.ops.glm_exl3.exl3_dequant(
         matrix.trellis, matrix.suh, matrix.svh, matrix.codebook.value, dtype, backend
     )
+    return result
+
+
+def had128(
+    x: torch.Tensor, pre: torch.Tensor | None, post: torch.Tensor | None, backend: str
+) -> torch.Tensor:
+    """had128(x * pre) * post over the last dimension, x.dtype out, through the operation."""
+    result: torch.Tensor = torch.ops.glm_exl3.had128(x, pre, post, backend)
+    return result
+
+
+def encode(tiles: torch.Tensor, bits: int, codebook: Codebook, backend: str) -> torch.Tensor:
+    """tiles [..., 256] -> int32 [..., 256]: states, a closed ring per tile, by the operation."""
+    result: torch.Tensor = torch.ops.glm_exl3.exl3_encode(tiles, bits, codebook.value, backend)
     return result
 
 

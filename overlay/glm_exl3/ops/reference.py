@@ -13,8 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from glm_exl3.format.layout import Codebook
 from glm_exl3.ops.matrix import Exl3Stack, PackedMatrix
+from glm_exl3.ref import hadamard
 from glm_exl3.ref.decode import dequantize
+from glm_exl3.ref.encode_host import encode_tiles_on_host
 from glm_exl3.ref.linear import exl3_linear
 from glm_exl3.ref.moe import exl3_moe, swiglu_clamped
 
@@ -42,6 +45,20 @@ def moe(
 def dequant(matrix: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
     """W [k, n], decoded in fp32 and rounded once to `dtype`."""
     return dequantize(matrix.trellis, matrix.suh, matrix.svh, matrix.codebook).to(dtype)
+
+
+def had128(
+    x: torch.Tensor, pre: torch.Tensor | None = None, post: torch.Tensor | None = None
+) -> torch.Tensor:
+    """had128(x * pre) * post over the last dimension, fp32 inside, x.dtype out; scales fp16."""
+    scaled = x.float() if pre is None else x.float() * pre.float()
+    rotated = hadamard.had128(scaled)
+    return (rotated if post is None else rotated * post.float()).to(x.dtype)
+
+
+def encode(tiles: torch.Tensor, bits: int, codebook: Codebook) -> torch.Tensor:
+    """tiles [..., 256] -> states int32 [..., 256], a closed ring per tile."""
+    return encode_tiles_on_host(tiles, bits, codebook)
 
 
 def widen(weight: torch.Tensor) -> torch.Tensor | None:

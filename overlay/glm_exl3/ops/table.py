@@ -10,6 +10,8 @@ A back-end module provides
     linear(x, matrix) -> y                 x [..., k], y [..., n] in x.dtype
     moe(x, topk_ids, topk_weights, w13, w2, limit, expert_map) -> y [T, H] in x.dtype, rank-partial
     dequant(matrix, dtype) -> W [k, n]
+    had128(x, pre, post) -> had128(x * pre) * post, last dimension, x.dtype
+    encode(tiles, bits, codebook) -> int32 states [..., 256]
 
 and, if the checkpoint layout is not the one its kernels read,
 

@@ -15,12 +15,31 @@ from collections.abc import Sequence
 from glm_exl3 import envs
 from glm_exl3.format.errors import GlmExl3Error
 from glm_exl3.log import logger
-from glm_exl3.patches import packed_attention, roll_call
+from glm_exl3.patches import (
+    dense_headroom,
+    drafting_control,
+    fine_window,
+    no_store,
+    packed_attention,
+    pooled_indexer,
+    roll_call,
+    speculation,
+)
 from glm_exl3.patches.record import STAGES, Patch
 
 __all__ = ["PATCHES", "Patch", "apply_all", "patch_set"]
 
-PATCHES: tuple[Patch, ...] = (packed_attention.PATCH, roll_call.PATCH)
+PATCHES: tuple[Patch, ...] = (
+    packed_attention.PATCH,
+    roll_call.PATCH,
+    drafting_control.PATCH,
+    speculation.HYBRID,
+    speculation.EVERY_LENGTH,
+    fine_window.PATCH,
+    no_store.PATCH,
+    pooled_indexer.PATCH,
+    dense_headroom.PATCH,
+)
 
 _log = logger(__name__)
 _applied: set[str] = set()

@@ -11,9 +11,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from glm_exl3.format.errors import GlmExl3Error
 
@@ -52,6 +54,27 @@ class Patch:
         return tuple(
             target for target in self.targets if known.get(target) != fingerprint(target, roots)
         )
+
+
+def wrap(
+    patch: str,
+    holder: Any,
+    name: str,
+    wrapper: Callable[[Callable[..., Any]], Callable[..., Any]],
+    copies: Iterable[str] = (),
+) -> None:
+    """Put `wrapper(original)` for `holder.name`, and where loaded modules `copies` hold the
+    original; once per patch id."""
+    original, mark = getattr(holder, name), f"glm_exl3_{patch}"
+    if getattr(original, mark, False):
+        return
+    wrapped = wrapper(original)
+    setattr(wrapped, mark, True)
+    setattr(holder, name, wrapped)
+    for copy in copies:
+        loaded = sys.modules.get(copy)
+        if getattr(loaded, name, None) is original:
+            setattr(loaded, name, wrapped)
 
 
 def module_file(module: str) -> Path:

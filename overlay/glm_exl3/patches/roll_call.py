@@ -10,15 +10,14 @@ digests.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from glm_exl3.patches.record import Patch
+from glm_exl3.patches.record import Patch, wrap
 
 INIT = "vllm.distributed.parallel_state:init_distributed_environment"
 WORKER = "vllm.v1.worker.gpu_worker:init_worker_distributed_environment"
-_HOLDERS = ("vllm.distributed.parallel_state", "vllm.distributed", "vllm.v1.worker.gpu_worker")
+_HOLDERS = ("vllm.distributed", "vllm.v1.worker.gpu_worker")
 
 
 def needs_roll_call(parallel: Any, world_size: int) -> bool:
@@ -41,7 +40,6 @@ def with_roll_call(original: Callable[..., Any]) -> Callable[..., Any]:
             call(Meeting(parallel.master_addr, parallel.master_port, rank, world_size))
         return original(world_size, rank, *args, **kwargs)
 
-    init.glm_exl3_roll_call = True  # type: ignore[attr-defined]
     return init
 
 
@@ -49,14 +47,7 @@ def apply() -> None:
     """Wrap the function wherever loaded modules hold it."""
     from vllm.distributed import parallel_state
 
-    original = parallel_state.init_distributed_environment
-    if getattr(original, "glm_exl3_roll_call", False):
-        return
-    wrapped = with_roll_call(original)
-    for name in _HOLDERS:
-        module = sys.modules.get(name)
-        if getattr(module, "init_distributed_environment", None) is original:
-            vars(module)["init_distributed_environment"] = wrapped
+    wrap("roll-call", parallel_state, "init_distributed_environment", with_roll_call, _HOLDERS)
 
 
 PATCH = Patch(

@@ -46,13 +46,14 @@ class Naming:
 
     `to_vllm` maps a tensor name into the model's names, or to None for tensors that are not this
     model's business; `knows` says of those whether any model of this architecture would take them.
-    `optional` matches parameters that need no tensor.
+    `optional` matches parameters that need no tensor; `role` is the model's among `edits.ROLES`.
     """
 
     to_vllm: Callable[[str], str | None]
     knows: Callable[[str, Taker], bool] = lambda name, taker: True
     optional: tuple[re.Pattern[str], ...] = ()
     splits_fused: bool = True
+    role: str = "target"
 
 
 @dataclass

@@ -22,7 +22,9 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizeMethodBase,
 )
 
-from glm_exl3.quant.facts import Facts, find_folder, read_facts
+from glm_exl3 import envs
+from glm_exl3.format.recode import Recode, flat_name, freed_bytes
+from glm_exl3.quant.facts import Facts, dense_modules_of, find_folder, read_facts
 from glm_exl3.quant.names import (
     FREE_WIDTH,
     FREE_WIDTH_PARTS,
@@ -69,6 +71,7 @@ class Exl3Config(QuantizationConfig):
         self.settings = settings
         self._facts: Facts | None = None
         self._modules: dict[str, str] = {}
+        self._dense: dict[str, tuple[int, int]] = {}
 
     def __repr__(self) -> str:
         folder = None if self._facts is None else self._facts.folder
@@ -78,7 +81,7 @@ class Exl3Config(QuantizationConfig):
         """Without the headers: another process reads them itself."""
         state = self.__dict__.copy()
         folder = None if self._facts is None else self._facts.folder
-        return state | {"_facts": folder, "_modules": {}}
+        return state | {"_facts": folder, "_modules": {}, "_dense": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -116,10 +119,48 @@ class Exl3Config(QuantizationConfig):
         self._use(read_facts(find_folder(model_name, revision)))
 
     def _use(self, facts: Facts) -> None:
+        if self.recode.scheme == "exl3":
+            from glm_exl3.quant.recode_cache import with_recoded
+
+            facts = with_recoded(facts, self.recode)
         self._facts = facts
         self._modules = {name: name for name in facts.modules}
+        self._dense = self._to_recode(facts)
         for mapper in _extra_mappers.get():
             self.apply_vllm_mapper(mapper)
+
+    @property
+    def recode(self) -> Recode:
+        """What the environment asks to recode when loading ends; `exl3` is done before."""
+        return envs.dense_recode()
+
+    def _to_recode(self, facts: Facts) -> dict[str, tuple[int, int]]:
+        """Dense modules that become 8-bit rows: (out, in) by the text model's name."""
+        if self.recode.scheme not in ("fp8", "int8"):
+            return {}
+        found = dense_modules_of(facts, self.recode)
+        return {flat_name(module): shape for module, (_, shape) in found.items()}
+
+    def recodes(self, prefix: str, *, merged: bool) -> bool:
+        """Whether the dense layer `prefix` becomes 8-bit rows; a merged one as a whole."""
+        if not self._dense:
+            return False
+        return any(flat_name(name) in self._dense for name in parts_of(prefix, merged=merged))
+
+    def freed_bytes(self, ranks: int, hidden_layers: int | None = None) -> int:
+        """Bytes that recoding frees on one of `ranks`, without layers from `hidden_layers` on."""
+        if not self.recode.active:
+            return 0
+        return freed_bytes(self._recoded_shapes(), self.recode, ranks, hidden_layers)
+
+    def _recoded_shapes(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of what is recoded, by the text model's names."""
+        layouts = self.facts.modules
+        packed = {
+            flat_name(name): (layouts[name].out_features, layouts[name].in_features)
+            for name in self.facts.recoded
+        }
+        return self._dense | packed
 
     @property
     def facts(self) -> Facts:
@@ -196,7 +237,12 @@ class Exl3Config(QuantizationConfig):
 
         facts = self.facts
         if isinstance(layer, LinearBase):
-            sources = self.packed_sources(prefix, merged=hasattr(layer, "output_sizes"))
+            merged = hasattr(layer, "output_sizes")
+            sources = self.packed_sources(prefix, merged=merged)
+            if sources is None and self.recodes(prefix, merged=merged):
+                from glm_exl3.quant.recode import RecodedLinearMethod
+
+                return RecodedLinearMethod(self.recode.scheme, prefix)
             if sources is None:
                 return UnquantizedLinearMethod()
             return Exl3LinearMethod(facts, prefix, sources)
@@ -205,4 +251,8 @@ class Exl3Config(QuantizationConfig):
             return None if names is None else Exl3MoEMethod(layer.moe_config, facts, names)
         if isinstance(layer, ParallelLMHead) and prefix in self._modules:
             return Exl3LMHeadMethod(facts, self.source_of(prefix))
+        if isinstance(layer, ParallelLMHead) and self.recodes(prefix, merged=False):
+            from glm_exl3.quant.recode import RecodedHeadMethod
+
+            return RecodedHeadMethod(self.recode.scheme, prefix)
         return None

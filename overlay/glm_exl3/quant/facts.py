@@ -7,22 +7,29 @@ and are rebuilt often, the headers of a checkpoint do not change under a running
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 from glm_exl3.format.errors import FormatError, GlmExl3Error
 from glm_exl3.format.layout import MatrixLayout
 from glm_exl3.format.metadata import CheckpointIndex, check_checkpoint
+from glm_exl3.format.recode import Recode, check_groups, dense_modules, is_target
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Tensors and packed modules of one checkpoint folder."""
+    """Tensors and packed modules of one checkpoint folder.
+
+    `recoded` are the packed modules that the checkpoint itself holds dense, with the edits that
+    they were made with.
+    """
 
     folder: Path
     index: CheckpointIndex
     modules: dict[str, MatrixLayout]
+    recoded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def file_of(self, tensor: str) -> str | None:
         """The file that holds `tensor`, or None."""
@@ -38,6 +45,19 @@ class Facts:
         return FormatError(
             code=code, seen=seen, why=why, fix=fix, file=self.file_of(tensor), tensor=tensor
         )
+
+
+def dense_modules_of(facts: Facts, recode: Recode) -> dict[str, tuple[str, tuple[int, int]]]:
+    """What `recode` asks for in a checkpoint: module -> (group, (out, in)).
+
+    Empty for the folder of a drafter. Raises GlmExl3Error for a group without a dense matrix.
+    """
+    shapes = [(name, entry.shape) for name, entry in facts.index.tensors.items()]
+    if not any(is_target(name) for name, _ in shapes):
+        return {}
+    found = dense_modules(shapes, recode.groups)
+    check_groups(recode, (group for group, _ in found.values()), str(facts.folder))
+    return found
 
 
 @lru_cache(maxsize=8)

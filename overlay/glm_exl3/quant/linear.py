@@ -47,9 +47,13 @@ class LoadedLinear:
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., k] -> [..., sum of widths] in x.dtype."""
-        outputs = [self._product(x, term) for term in self.terms]
+        outputs = self.products(x)
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return y if bias is None else y + bias
+
+    def products(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The output of every term apart, in order: what `apply` lays side by side."""
+        return [self._product(x, term) for term in self.terms]
 
     def _product(self, x: torch.Tensor, term: Term) -> torch.Tensor:
         if x.shape[-1] < term.inputs:

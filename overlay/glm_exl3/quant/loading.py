@@ -20,6 +20,7 @@ from glm_exl3 import envs
 from glm_exl3.format.errors import FormatError, GlmExl3Error
 from glm_exl3.log import logger
 from glm_exl3.quant.completeness import Naming, check_headers, ignored_patterns
+from glm_exl3.quant.edits_apply import apply_edits
 from glm_exl3.quant.facts import Facts
 from glm_exl3.quant.names import CONV_FUSED, CONV_PARTS, KDA_FUSED, KDA_FUSED_PARTS
 
@@ -52,11 +53,22 @@ def split_fused(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Te
         yield f"{match['stem']}{part}.{leaf}", piece
 
 
+def _recoded(weights: Weights, facts: Facts) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights with recoded matrices in place of the dense ones they were made of."""
+    from glm_exl3.quant.recode_cache import recoded_tensors
+
+    for name, tensor in weights:
+        module, _, leaf = name.rpartition(".")
+        if leaf != "weight" or module not in facts.recoded:
+            yield name, tensor
+    yield from recoded_tensors(facts)
+
+
 class _Stream:
     """The weights on their way to vLLM; remembers which tensor is under way."""
 
-    def __init__(self, weights: Weights, *, split: bool) -> None:
-        self._weights = weights
+    def __init__(self, weights: Weights, facts: Facts, *, split: bool) -> None:
+        self._weights = _recoded(weights, facts) if facts.recoded else weights
         self._split = split
         self._ignored = ignored_patterns()
         self.current: str | None = None
@@ -119,13 +131,17 @@ def load_checked(
     """Run `load` on `weights` under the rules of this module; its result is returned.
 
     A nested call (an inner model inside an outer one) only passes through. Without `facts` the
-    checkpoint is not packed at all and nothing is changed. Raises GlmExl3Error.
+    checkpoint is not packed at all and only edits change it. Raises GlmExl3Error.
     """
-    if facts is None or _active.get():
+    if _active.get():
         return load(weights)
+    if facts is None:
+        result = load(weights)
+        apply_edits(model, naming.role, naming.optional)
+        return result
     check_headers(model, facts, naming)
     names = poison(model, naming)
-    stream = _Stream(weights, split=naming.splits_fused)
+    stream = _Stream(weights, facts, split=naming.splits_fused)
     token = _active.set(True)
     try:
         result = load(stream)
@@ -143,4 +159,5 @@ def load_checked(
     finally:
         _active.reset(token)
     check_written(model, names)
+    apply_edits(model, naming.role, naming.optional)
     return result

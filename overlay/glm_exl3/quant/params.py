@@ -139,7 +139,19 @@ class LinearCollector:
         if (leaf == "weight") != (shard.layout is None):
             kind = "dense" if shard.layout is None else "packed"
             raise self._refuse(leaf, shard, f"the module is {kind} by its headers")
-        self._taken[key][leaf] = self._local(leaf, value, shard).to(self.device)
+        self.store(leaf, self._local(leaf, value, shard).to(self.device), key)
+
+    def store(self, leaf: str, local: torch.Tensor, key: Key) -> None:
+        """Keep a tensor that is already cut for this rank and on its device."""
+        self._taken[key][leaf] = local
+
+    def taken(self, key: Key) -> dict[str, torch.Tensor]:
+        """What one shard has so far: leaf -> this rank's part of the tensor."""
+        return self._taken[key]
+
+    def matrix(self, shard: Shard) -> PackedMatrix:
+        """A packed shard as far as it has come. Raises FormatError for a missing tensor."""
+        return self._packed(self._taken[shard.key], shard)
 
     def _local(self, leaf: str, value: torch.Tensor, shard: Shard) -> torch.Tensor:
         tensor = f"{shard.source.module}.{leaf}"
@@ -203,6 +215,10 @@ class LinearCollector:
         taken = self._taken.pop(shard.key)
         if shard.layout is None:
             return self._need(taken, shard, "weight")
+        return self._packed(taken, shard)
+
+    def _packed(self, taken: dict[str, torch.Tensor], shard: Shard) -> PackedMatrix:
+        assert shard.layout is not None
         return PackedMatrix(
             self._need(taken, shard, "trellis"),
             self._need(taken, shard, "suh", "su"),

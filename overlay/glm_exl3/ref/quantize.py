@@ -100,11 +100,11 @@ def quantize_group(
     if not torch.isfinite(joined).all():
         raise ValueError("weights to quantise must be finite")
     metric = _metric(joined, hessian)
-    packed = _initial_scales(joined, codebook, seed)
+    packed = initial_scales(joined, codebook, seed)
     packed = _encode_matrix(joined, packed, bits, metric, encoder)
     for _ in range(REFIT_ROUNDS):
         packed = _refit(joined, packed, metric)
-    return _split(packed, [weight.shape[1] for weight in weights])
+    return split_columns(packed, [weight.shape[1] for weight in weights])
 
 
 def pad_to_blocks(weight: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _metric(weight: torch.Tensor, hessian: torch.Tensor | None) -> torch.Tensor:
     return wide / level + DAMPING * identity
 
 
-def _initial_scales(weight: torch.Tensor, codebook: Codebook, seed: int) -> Exl3Tensors:
+def initial_scales(weight: torch.Tensor, codebook: Codebook, seed: int) -> Exl3Tensors:
     """suh and svh before any search, with an empty trellis; fp32."""
     k, n = weight.shape
     generator = torch.Generator().manual_seed(seed)
@@ -138,7 +138,7 @@ def _initial_scales(weight: torch.Tensor, codebook: Codebook, seed: int) -> Exl3
     return Exl3Tensors(empty, left * rows / std, svh, codebook)
 
 
-def _inner(weight: torch.Tensor, packed: Exl3Tensors) -> torch.Tensor:
+def inner(weight: torch.Tensor, packed: Exl3Tensors) -> torch.Tensor:
     """What [k, n] that the scales ask for."""
     return had128(had128(weight / packed.suh[:, None] / packed.svh, dim=0), dim=1)
 
@@ -156,16 +156,16 @@ def from_tiles(tiles: torch.Tensor) -> torch.Tensor:
     return grid.reshape(-1, TILE, TILE).transpose(0, 1).reshape(TILE, -1)
 
 
-def _best_factor(inner: torch.Tensor, bits: int, codebook: Codebook, encoder: Encoder) -> float:
+def best_factor(target: torch.Tensor, bits: int, codebook: Codebook, encoder: Encoder) -> float:
     """Factor on What of least relative error over a sample of tiles.
 
     Steps of 6 % from the start value down to the least error, then a parabola through the last
     three.
     """
-    blocks = inner.shape[0] // TILE
-    tiles = torch.cat([to_tiles(inner[TILE * b : TILE * (b + 1)]) for b in range(blocks)])
+    blocks = target.shape[0] // TILE
+    tiles = torch.cat([to_tiles(target[TILE * b : TILE * (b + 1)]) for b in range(blocks)])
     sample = tiles[:: max(1, tiles.shape[0] // SEARCH_TILES)][:SEARCH_TILES]
-    table = codebook_table(codebook).to(torch.float32).to(inner.device)
+    table = codebook_table(codebook).to(torch.float32).to(target.device)
     errors: dict[int, float] = {}
 
     def factor(step: float) -> float:
@@ -190,7 +190,7 @@ def _best_factor(inner: torch.Tensor, bits: int, codebook: Codebook, encoder: En
     return factor(best + max(-0.5, min(0.5, shift)))
 
 
-def _block_factor(metric: torch.Tensor) -> torch.Tensor:
+def block_factor(metric: torch.Tensor) -> torch.Tensor:
     """L of metric = L D L^T, unit lower triangular in blocks of 16 (identity on the diagonal)."""
     lower = torch.linalg.cholesky(metric)
     size = metric.shape[0]
@@ -210,15 +210,15 @@ def _encode_matrix(
     metric: torch.Tensor,
     encoder: Encoder,
 ) -> Exl3Tensors:
-    factor = _best_factor(_inner(weight, packed), bits, packed.codebook, encoder)
+    factor = best_factor(inner(weight, packed), bits, packed.codebook, encoder)
     packed = replace(packed, suh=packed.suh / factor)
-    target = _inner(weight, packed)
+    target = inner(weight, packed)
     table = codebook_table(packed.codebook).to(torch.float32).to(weight.device)
     blocks = weight.shape[0] // TILE
     trellis: list[torch.Tensor] = [packed.trellis] * blocks
     signed = packed.suh.to(torch.float64)
     rotated = had128(had128(metric * signed[:, None] * signed, dim=0), dim=1)
-    feedback = _block_factor(rotated / rotated.diagonal().mean()).to(torch.float32)
+    feedback = block_factor(rotated / rotated.diagonal().mean()).to(torch.float32)
     errors = torch.zeros_like(target)
     for block in range(blocks - 1, -1, -1):
         rows = slice(TILE * block, TILE * (block + 1))
@@ -232,8 +232,8 @@ def _encode_matrix(
 
 def _refit(weight: torch.Tensor, packed: Exl3Tensors, metric: torch.Tensor) -> Exl3Tensors:
     """Least-squares svh for this suh, then suh for that svh, in the metric of the Hessian."""
-    inner = decode_rotated(packed.trellis, packed.codebook).to(torch.float64)
-    rotated = had128(had128(inner, dim=0), dim=1)
+    values = decode_rotated(packed.trellis, packed.codebook).to(torch.float64)
+    rotated = had128(had128(values, dim=0), dim=1)
     wanted = weight.to(torch.float64)
     base = rotated * packed.suh.to(torch.float64)[:, None]
     weighted = metric @ base
@@ -246,7 +246,8 @@ def _refit(weight: torch.Tensor, packed: Exl3Tensors, metric: torch.Tensor) -> E
     return replace(packed, suh=suh.to(torch.float16), svh=svh.to(torch.float16))
 
 
-def _split(packed: Exl3Tensors, widths: Sequence[int]) -> list[Exl3Tensors]:
+def split_columns(packed: Exl3Tensors, widths: Sequence[int]) -> list[Exl3Tensors]:
+    """Matrices side by side along n, each of its width; all share suh."""
     parts, start = [], 0
     for width in widths:
         columns = slice(start // TILE, (start + width) // TILE)

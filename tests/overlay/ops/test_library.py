@@ -13,6 +13,8 @@ from glm_exl3.format.layout import Codebook
 from glm_exl3.ops import library, reference
 from glm_exl3.ops.matrix import Exl3Stack, PackedMatrix
 from glm_exl3.ref.decode import dequantize
+from glm_exl3.ref.encode import encode_tiles
+from glm_exl3.ref.hadamard import had128
 from glm_exl3.ref.moe import exl3_moe
 
 
@@ -57,6 +59,33 @@ def test_dequant_op_and_fake() -> None:
     )
     want = dequantize(m.trellis, m.suh, m.svh, m.codebook).to(torch.bfloat16)
     assert torch.equal(library.dequant(m, torch.bfloat16, "reference"), want)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_had128_op_and_fake(scaled: bool) -> None:
+    random = torch.Generator().manual_seed(5)
+    x = torch.randn(3, 256, generator=random).bfloat16()
+    pre, post = (torch.randn(256, generator=random).half() if scaled else None for _ in range(2))
+    torch.library.opcheck(
+        torch.ops.glm_exl3.had128.default,
+        (x, pre, post, "reference"),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    want = had128(x.double() * (pre.double() if scaled else 1)) * (post.double() if scaled else 1)
+    got = library.had128(x, pre, post, "reference")
+    assert got.dtype is torch.bfloat16
+    torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=1e-6)
+
+
+def test_encode_op_and_fake() -> None:
+    tiles = torch.randn(2, 256, generator=torch.Generator().manual_seed(6))
+    torch.library.opcheck(
+        torch.ops.glm_exl3.exl3_encode.default,
+        (tiles, 2, "mcg", "reference"),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    got = library.encode(tiles, 2, Codebook.MCG, "reference")
+    assert torch.equal(got, encode_tiles(tiles, 2, Codebook.MCG))
 
 
 def moe_case() -> tuple:

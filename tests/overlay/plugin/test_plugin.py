@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
-from glm_exl3 import plugin
+from glm_exl3 import envs, plugin
 from glm_exl3.format.errors import GlmExl3Error
 from glm_exl3.quant import startup
 
@@ -87,8 +88,35 @@ assert not torch.cuda.is_initialized()
 def test_the_digest_names_what_ranks_must_share(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = plugin.make_digest()
     assert [name for name, _ in digest.entries] == [
-        *("plugin", "sources", "vllm", "patches", "kernels", "backend", "preset")
+        *("plugin", "sources", "vllm", "patches", "kernels", "backend", "fused"),
+        *("attention", "edits", "dense", "steer", "preset", "settings"),
     ]
     assert digest == plugin.make_digest()
     monkeypatch.setenv("GLM_EXL3_DIGEST_SALT", "x")
     assert plugin.make_digest().differences(digest) == ("salt: x / absent",)
+
+
+TEXTS = ("1", "0", "2", "7", "1:2,3:4", "1-3", "shared", "mhc")
+
+
+def test_a_rank_with_another_path_of_recoded_products_differs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual = plugin.make_digest()
+    monkeypatch.setenv("GLM_EXL3_RECODE_PATH", "rows")
+    assert plugin.make_digest().differences(usual) == ("settings: RECODE_PATH=rows / -",)
+
+
+@pytest.mark.parametrize("knob", envs.KNOBS, ids=lambda knob: knob.name)
+def test_settings_of_all_ranks_are_compared_and_no_others(knob: envs.Knob) -> None:
+    seen = envs.shared_settings(plugin.NAMED, {knob.name: _other(knob)}) != "-"
+    assert seen == (knob.scope == "all ranks" and knob not in plugin.NAMED)
+
+
+def _other(knob: envs.Knob) -> str:
+    """A valid text that does not mean the default."""
+    for text in (*knob.choices, *TEXTS):
+        with suppress(GlmExl3Error):
+            if knob.read({knob.name: text}) != knob.default:
+                return text
+    raise AssertionError(f"no text for {knob.name}")

@@ -21,6 +21,7 @@ dist.init_process_group(
     "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=int(ranks)
 )
 dist.barrier()
+dist.destroy_process_group()
 """
 
 

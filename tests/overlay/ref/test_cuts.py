@@ -15,6 +15,8 @@ from glm_exl3.ref.linear import exl3_linear
 Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 RATES = st.sampled_from(INTEGER_LAST_DIMS + HALF_LAST_DIMS)
 RANKS = st.integers(1, 4)
+# A product of another width may run through another kernel of the CPU, which adds in another order.
+ROUNDING = 1e-12
 
 
 def random_matrix(k: int, n: int, last_dim: int, seed: int) -> Matrix:
@@ -54,7 +56,7 @@ def test_column_cuts_concatenate_to_the_whole(
         assert part.shape == (128, at.padded)
         assert not part[:, at.width :].any()
         parts.append(part[:, : at.width])
-    assert torch.equal(torch.cat(parts, dim=1), values(matrix))
+    assert torch.allclose(torch.cat(parts, dim=1), values(matrix), rtol=0, atol=ROUNDING)
 
 
 @given(blocks=st.integers(4, 7), ranks=RANKS, last_dim=RATES, equal=st.booleans())
@@ -83,4 +85,4 @@ def test_fused_thirds_are_cut_by_heads_and_joined(ranks: int) -> None:
         trellis = torch.cat([part[0] for part in parts], dim=1)
         joined = (trellis, matrix[1], torch.cat([part[2] for part in parts]))
         expected = thirds[:, :, at.start : at.stop].reshape(128, -1)
-        assert torch.equal(values(joined), expected)
+        assert torch.allclose(values(joined), expected, rtol=0, atol=ROUNDING)

@@ -6,12 +6,12 @@ token; a prefill of many tokens multiplies with all rows of its request and mask
 memory traffic. Both are fp32.
 
 What must stay true: ids in the top-k buffer are positions inside the request, `-1` is padding, and
-the cache is `[blocks, block, width]` in the model's dtype.
+the cache is `[blocks, block, width]` in the model's dtype, or bytes of `ref.kv_rows`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,9 @@ from vllm.v1.attention.backend import (
 )
 
 from glm_exl3.cpu.backends.requests import Requests, requests_of
+from glm_exl3.format.kv import VLLM_NAMES, RowLayout, registered_layout
 from glm_exl3.ref.attention import masked_mqa, sparse_mqa
+from glm_exl3.ref.kv_rows import read_rows, write_rows
 
 GATHER_TOKENS = 16
 PREFILL_TOKENS = 128
@@ -36,7 +38,7 @@ class SparseMlaBackend(AttentionBackend):
     """Names the parts; see the module docstring."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["float16", *VLLM_NAMES.values()]
 
     @staticmethod
     def get_name() -> str:
@@ -61,6 +63,16 @@ class SparseMlaBackend(AttentionBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return []
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        layout = registered_layout(spec.cache_dtype_str)
+        return spec if layout is None else replace(spec, state_content_bytes=layout.row_bytes)
+
+
+def as_numbers(rows: Tensor, layout: RowLayout | None) -> Tensor:
+    """Gathered rows `[..., width]`; those of a layout of bytes read as fp32 `[..., 512]`."""
+    return rows if layout is None else read_rows(rows, layout)
 
 
 @dataclass
@@ -133,6 +145,7 @@ class SparseMlaImpl(MLAAttentionImpl, SharedTopkIndicesBuffer):
         self.num_kv_heads = num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank = mla["kv_lora_rank"]
+        self.layout = registered_layout(kv_cache_dtype)
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
     def record_logical_topk_ready(self) -> None:
@@ -154,7 +167,9 @@ class SparseMlaImpl(MLAAttentionImpl, SharedTopkIndicesBuffer):
         if k_pe.shape[-1]:
             rows = torch.cat([rows, k_pe.squeeze(1)[: slots.numel()]], dim=-1)
         written = slots >= 0
-        slots, rows = slots[written], rows[written].to(kv_cache.dtype)
+        slots, rows = slots[written], rows[written]
+        layout = self.layout
+        rows = rows.to(kv_cache.dtype) if layout is None else write_rows(rows, layout)
         block = kv_cache.shape[1]
         kv_cache[slots // block, slots % block] = rows
 
@@ -193,10 +208,11 @@ class SparseMlaImpl(MLAAttentionImpl, SharedTopkIndicesBuffer):
             selected = selected[:, : min(length, selected.shape[1])]
             valid = selected >= 0
             safe = selected.clamp_min(0)
-            rows = cache[block_row[safe // block], safe % block]
+            rows = as_numbers(cache[block_row[safe // block], safe % block], self.layout)
             out.copy_(sparse_mqa(q, rows, valid, self.scale, self.kv_lora_rank))
             return
         keys = cache[block_row[: -(-length // block)]].flatten(0, 1)[:length]
+        keys = as_numbers(keys, self.layout)
         for start in range(0, tokens, PREFILL_TOKENS):
             part = slice(start, min(tokens, start + PREFILL_TOKENS))
             chosen = selected[part].long()

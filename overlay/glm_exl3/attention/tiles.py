@@ -1,0 +1,63 @@
+"""Tile sizes of the sparse attention kernel per architecture, and how many splits fill a GPU.
+
+Chosen without a GPU, from shared memory, registers and spills of the compiled kernels
+(bench/kv/results/compiled.md); the measuring program `kv.measure` tries the alternatives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from glm_exl3.format.kv import BF16, RowLayout
+
+MAX_SPLITS = 64
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+"""Shared memory of one thread block by architecture."""
+NATIVE_E4M3 = 89
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One program: `heads` x `keys`, in `warps` warps, with loads `stages` deep."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+    native_e4m3: bool
+
+
+def shared_bytes(architecture: int) -> int:
+    """Shared memory of one block on `architecture` (80, 86, ...); the next lower known one's."""
+    known = [name for name in SHARED_BYTES if name <= architecture]
+    return SHARED_BYTES[max(known)] if known else SHARED_BYTES[86]
+
+
+def tile_for(architecture: int, heads: int, layout: RowLayout) -> Tile:
+    """The tile for `heads` heads per rank; none of these spills more than 150 bytes a thread.
+
+    64 heads in one tile need the shared memory of SM90 and, with scales to apply, more registers
+    than there are: quantised rows take 32 and gather twice, the second time from L2.
+    """
+    native = architecture >= NATIVE_E4M3
+    if heads <= 16:
+        return Tile(16, 32, 4 if layout is BF16 else 8, 2, native)
+    if heads <= 32 or layout is not BF16 or shared_bytes(architecture) < SHARED_BYTES[90]:
+        roomy = layout is BF16 and shared_bytes(architecture) >= SHARED_BYTES[80]
+        return Tile(32, 32, 8, 3 if roomy else 2, native)
+    return Tile(64, 32, 8, 2, native)
+
+
+def splits_for(tokens: int, heads: int, tile: Tile, processors: int) -> int:
+    """Ranges of keys, a power of two, so that the programs fill `processors` multiprocessors."""
+    programs = max(1, tokens * -(-heads // tile.heads))
+    splits = 1
+    while splits < MAX_SPLITS and programs * splits * 2 <= processors:
+        splits *= 2
+    return splits
+
+
+def split_columns(columns: int, splits: int, keys: int) -> int:
+    """Columns of one range: a multiple of `keys` that covers `columns` in at most `splits`."""
+    blocks = -(-columns // keys)
+    return -(-blocks // splits) * keys

@@ -1,0 +1,51 @@
+// The decode kernels' inputs rotated in launches of their own, where column blocks would repeat it too often.
+#pragma once
+
+#include "linear_decode.cuh"
+#include "moe_decode.cuh"
+
+namespace exl3 {
+
+// Rotates all tokens once, part by part as the blocks of the product would. Grid: (parts of k, tokens).
+static __global__ void __launch_bounds__(kThreads)
+rotate_tokens(const LinearArguments a, const LinearScratch scratch, int rows_per_group, int k_part) {
+    __shared__ unsigned bound;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = blockIdx.x, token = blockIdx.y;
+    allow_next_kernel();
+    if (threadIdx.x == 0) bound = 0;
+    const int first = token / rows_per_group * rows_per_group;
+    const int rows = min(rows_per_group, a.tokens - first);
+    const int k_begin = part * k_part;
+    const int64_t index = static_cast<int64_t>(token) * a.w.k + k_begin;
+    const auto source = row_source(a.x, static_cast<Type>(a.x_type), [=](int) { return index; },
+                                   static_cast<const __half*>(a.w.suh) + k_begin, min(k_part, a.w.k - k_begin), 1);
+    __syncthreads();
+    wait_for_previous_kernel();
+    rotate_rows(source, &bound, scratch.rotated + static_cast<int64_t>(first) * a.w.k + k_begin * rows, rows,
+                token - first, warp, lane);
+    if (threadIdx.x == 0) scratch.scales[token * gridDim.x + part] = row_scale(&bound, 0);
+}
+
+// Rotates the input of every pair once, for calls in which many column blocks would repeat it for many rows.
+// Grid: (pairs, inputs).
+static __global__ void __launch_bounds__(kThreads)
+moe_rotate(const MoeArguments a, const DecodeScratch scratch) {
+    __shared__ unsigned bound;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = blockIdx.x;
+    if (threadIdx.x == 0) bound = 0;
+    wait_for_previous_kernel();
+    allow_next_kernel();
+    const int expert = local_expert(a, expert_of(a, pair));
+    if (expert < 0) return;
+    const __half* suh = static_cast<const __half*>(a.w13.suh) +
+                        (static_cast<int64_t>(expert) * gridDim.y + blockIdx.y) * a.w13.k;
+    const int64_t index = static_cast<int64_t>(pair / a.top_k) * a.w13.k;
+    const auto source =
+        row_source(a.x, static_cast<Type>(a.x_type), [=](int) { return index; }, suh, a.w13.k, 1);
+    __syncthreads();
+    const int64_t line = static_cast<int64_t>(blockIdx.y) * gridDim.x + pair;
+    rotate_rows(source, &bound, scratch.rotated + line * a.w13.k, 1, 0, warp, lane);
+    if (threadIdx.x == 0) scratch.rotated_scale[line] = row_scale(&bound, 0);
+}
+
+}  // namespace exl3

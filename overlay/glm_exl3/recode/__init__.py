@@ -1,0 +1,1 @@
+"""Make recoded matrices once: `python -m glm_exl3.recode`."""

@@ -1,0 +1,125 @@
+"""8-bit rows: the codes, their products, the path for a number of tokens, and the layers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glm_exl3.ops import recoded, tuning
+from glm_exl3.ref import recode
+
+
+def test_the_kernel_computes_the_reference_in_its_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("interpreted_rows.py"))],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for case in json.loads(done.stdout):
+        assert case["error"] < 5e-3, case
+        assert case["alone"], case
+
+
+@given(
+    scheme=st.sampled_from(["fp8", "int8"]),
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 40),
+    magnitude=st.sampled_from([1e-30, 1e-6, 1.0, 3e4]),
+    seed=st.integers(0, 2**20),
+)
+def test_codes_are_near_and_do_not_depend_on_the_cut(
+    scheme: str, rows: int, columns: int, magnitude: float, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=random) * magnitude
+    weight[0] = 0
+    codes, scale = recode.quantize_rows(weight, scheme)
+    back = recode.dequantize_rows(codes, scale)
+    amax = recode.row_maxima(weight)
+    step = amax / 127 / 2 if scheme == "int8" else weight.abs().amax(1) / 16
+    floor = 1e-12 * 448
+    assert ((back - weight).abs() <= step[:, None] * 1.001 + floor).all()
+    cut = columns // 2
+    parts = [
+        recode.quantize_rows(part, scheme, amax)[0].float()
+        for part in (weight[:, :cut], weight[:, cut:])
+    ]
+    assert torch.equal(torch.cat(parts, 1), codes.float())
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_the_cpu_multiplies_with_the_same_codes(scheme: str) -> None:
+    random = torch.Generator().manual_seed(1)
+    weight = torch.randn(48, 256, generator=random).bfloat16()
+    codes, scale = recode.quantize_rows(weight, scheme)
+    matrix = recoded.encode_rows(weight, scheme)
+    assert torch.equal(matrix.codes.float(), codes.float())
+    for tokens in (1, 4, 30):
+        x = torch.randn(tokens, 256, generator=random).bfloat16()
+        want = recode.linear(x, codes, scale).float()
+        error = (recoded.linear(x, matrix).float() - want).norm() / want.norm()
+        assert error < 6e-3
+
+
+def test_quantised_activations_are_a_knob_and_spare_a_few_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLM_EXL3_RECODE_PATH", "scaled")
+    random = torch.Generator().manual_seed(1)
+    matrix = recoded.encode_rows(torch.randn(16, 128, generator=random).bfloat16(), "fp8")
+    x = torch.randn(9, 128, generator=random).bfloat16()
+    exact = recode.linear(x, matrix.codes, matrix.scale).float()
+    error = (recoded.linear(x, matrix).float() - exact).norm() / exact.norm()
+    assert 0.01 < error < 0.06
+    few = recoded.linear(x[:8], matrix).float()
+    assert (few - exact[:8]).norm() / exact[:8].norm() < 6e-3
+
+
+@pytest.mark.parametrize(
+    ("scheme", "capability", "tokens", "wanted", "path"),
+    [
+        ("fp8", (9, 0), 8, "auto", "rows"),
+        ("fp8", (9, 0), 4096, "auto", "scaled"),
+        ("fp8", (8, 0), 4096, "auto", "widened"),
+        ("fp8", (12, 1), 4096, "widened", "widened"),
+        ("fp8", (12, 1), 4, "widened", "rows"),
+        ("int8", (9, 0), 64, "auto", "rows"),
+        ("int8", (9, 0), 4096, "auto", "widened"),
+        ("int8", (9, 0), 4096, "scaled", "widened"),
+    ],
+)
+def test_the_path_follows_table_knob_and_device(
+    scheme: str,
+    capability: tuple[int, int],
+    tokens: int,
+    wanted: str,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLM_EXL3_RECODE_PATH", wanted)
+    codes = torch.zeros(128, 256, dtype=torch.int8)
+    matrix = recoded.RowCodes(scheme, codes, torch.ones(128))
+    assert recoded.path_for(matrix, capability, tokens) == path
+
+
+def test_rules_keep_a_verify_step_in_one_path() -> None:
+    for scheme in ("fp8", "int8"):
+        steps = tuning.plan(tuning.Problem(scheme, 4096, 4096, 8, scheme), (9, 0))
+        assert steps[0].path == recoded.ROWS
+        assert steps[0].tokens >= tuning.ALIKE
+
+
+def test_an_unknown_scheme_is_refused() -> None:
+    with pytest.raises(ValueError, match="int4"):
+        recode.quantize_rows(torch.ones(2, 2), "int4")
