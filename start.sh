@@ -5,10 +5,10 @@
 #   ./start.sh start             start all ranks of .env; returns once the model answered (default)
 #   ./start.sh status [--json]   every rank, and whether the model answers
 #   ./start.sh logs [head|worker|all] [-f]
-#   ./start.sh stop | restart    stop leaves no process
-#   ./start.sh plan [--json]     the exact commands, changing nothing
-#   ./start.sh doctor [--json]   everything that would refuse a launch, with its fix
-#   ./start.sh bench decode ...  decode speed over HTTP
+#   ./start.sh stop | restart | rollback   rollback: to the image and preset that answered last
+#   ./start.sh plan | doctor [--json]   the exact commands on every node; what would refuse them
+#   ./start.sh download | key | report   weights everywhere; an API key; an archive for bug reports
+#   ./start.sh drafter | recode | ablit | bench   packed drafter; fewer bits; weight edits; speed
 #   ./start.sh test [ARGS]       the tests; ARGS go to pytest, --lint adds the static checks
 #
 # The first call of a verb installs what it needs into .venv; GLM_PYTHON names the Python to use.
@@ -107,7 +107,7 @@ set_up() {
 
 layers=(launcher)
 case ${1:-start} in
--h | --help) [[ -x $python ]] || { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0" && exit; } ;;
+-h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0" && exit ;;
 demo) layers+=(cpu) ;;
 test) layers+=(cpu dev) ;;
 esac
@@ -115,5 +115,5 @@ for layer in "${layers[@]}"; do
     is_made "$layer" || todo=${layers[*]}
 done
 [[ -z ${todo:-} ]] || set_up "${layers[@]}"
-export PYTHONPATH=$here/launcher:$here/bench:$here/overlay${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$here/launcher:$here/bench:$here/overlay:$here/ablit${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" -m glm_launch "$@"

@@ -1,4 +1,4 @@
-# docker buildx bake -f docker/build.hcl [cuda|cpu|release]      docs/development.md tells more.
+# docker buildx bake -f docker/build.hcl [cuda|cpu|cuda-ray|cpu-ray|release]      docs/nodes.md tells more.
 
 variable "BASE_IMAGE" { default = "vllm/vllm-openai:v0.33.0" }
 variable "BASE_DIGEST" { default = "" }
@@ -6,6 +6,7 @@ variable "CPU_BASE_IMAGE" { default = "python:3.11-slim" }
 variable "PLUGIN_LABEL" { default = "unknown" }
 variable "IMAGE" { default = "glm-exl3" }
 variable "WHEELS" { default = ".cache/wheels" }
+variable "RAY_WHEELS" { default = ".cache/wheels-ray" }
 
 group "default" { targets = ["cuda"] }
 group "release" { targets = ["cuda-release"] }
@@ -38,4 +39,21 @@ target "cpu" {
   tags     = ["${IMAGE}:cpu"]
   args     = { CPU_BASE_IMAGE = CPU_BASE_IMAGE }
   contexts = { wheels = WHEELS }
+}
+
+# The same images with Ray in them, for EXECUTOR=ray.
+target "cuda-ray" {
+  inherits = ["cuda"]
+  target   = "ray"
+  tags     = ["${IMAGE}:cuda-ray"]
+  args     = { RAY_ON = "cuda" }
+  contexts = { ray-wheels = RAY_WHEELS }
+}
+
+target "cpu-ray" {
+  inherits = ["cpu"]
+  target   = "ray"
+  tags     = ["${IMAGE}:cpu-ray"]
+  args     = { RAY_ON = "cpu" }
+  contexts = { ray-wheels = RAY_WHEELS }
 }

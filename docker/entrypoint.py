@@ -4,7 +4,9 @@
 
 What: reads and checks its environment, says hello to the other nodes (`hello.py`), starts the
 engine, passes SIGTERM on, reaps every process that is left to it, and ends with a code that means
-something. Why this shape: an engine that lost a worker exits 0, so the code of the child says
+something. A worker ends its engine when it hears nothing from the head (`watch.py`); every node
+notes in health.json what `canary.py` sees.
+Why this shape: an engine that lost a worker exits 0, so the code of the child says
 nothing; whether anybody asked it to stop does. What must stay true: exit 0 only after SIGTERM or
 SIGINT; EXIT_ENGINE (70) for any other end of the engine; EXIT_DIFFERS (78) when the environment is
 wrong or the nodes differ, before the engine starts; the API key is read from a file and reaches the
@@ -29,7 +31,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import canary
 from hello import EXIT_DIFFERS, EXIT_ENGINE, Hello, Meeting, Verdict, Visit
+from watch import HeadWatch
 
 PREFIX = "GLM_EXL3_"
 LOOK_S = 1.0
@@ -186,6 +190,9 @@ class Node:
         self.environ = dict(environ)
         self.asked = False
         self.engine: subprocess.Popen[bytes] | None = None
+        self.canary: subprocess.Popen[bytes] | None = None
+        self.watch: HeadWatch | None = None
+        self.orphaned: str | None = None
         self.verdict: Verdict | None = None
         self.side: Meeting | Visit | None = None
         self.threads: list[threading.Thread] = []
@@ -196,8 +203,9 @@ class Node:
         try:
             return self._run()
         finally:
-            if self.side is not None:
-                self.side.close()
+            for part in (self.side, self.watch):
+                if part is not None:
+                    part.close()
             for thread in self.threads:
                 thread.join(LOOK_S)
 
@@ -239,14 +247,26 @@ class Node:
         address = (settings.head, settings.watch_port)
         kind = Visit if settings.node_rank else Meeting
         side = self.side = kind(mine, address, settings.hello_timeout_s, say)
-        self._in_thread(lambda: self._conclude(side.run()))
+        self._in_thread(self._conclude, side)
         while self.verdict is None and not self.asked:
             self._wait()
         if self.verdict is None:
             return Verdict(0)
-        if isinstance(side, Meeting) and self.verdict.code == 0:
-            self._in_thread(side.keep)
+        if self.verdict.code == 0:
+            self._stay_in_touch(side)
         return self.verdict
+
+    def _stay_in_touch(self, side: Meeting | Visit) -> None:
+        """The head tells that it lives; a worker listens."""
+        if isinstance(side, Meeting):
+            self._in_thread(side.keep)
+        elif side.connection is not None:
+            self.watch = HeadWatch(side.connection, self.settings.generation)
+            self._in_thread(self._hear, self.watch)
+
+    def _hear(self, watch: HeadWatch) -> None:
+        self.orphaned = watch.run()
+        os.write(self._wake, b"\0")
 
     def _hello(self) -> Hello:
         return Hello(
@@ -261,12 +281,12 @@ class Node:
             environment=shared_environment(self.environ),
         )
 
-    def _conclude(self, verdict: Verdict) -> None:
-        self.verdict = verdict
+    def _conclude(self, side: Meeting | Visit) -> None:
+        self.verdict = side.run()
         os.write(self._wake, b"\0")
 
-    def _in_thread(self, work: Callable[[], None]) -> None:
-        self.threads.append(threading.Thread(target=work, daemon=True))
+    def _in_thread(self, work: Callable[..., None], *arguments: object) -> None:
+        self.threads.append(threading.Thread(target=work, args=arguments, daemon=True))
         self.threads[-1].start()
 
     def _serve(self) -> int:
@@ -277,12 +297,18 @@ class Node:
             say(f"error: {self.argv[0]} cannot be started: {error.strerror}")
             return EXIT_DIFFERS
         self._note("engine")
+        self._start_canary(env)
         if self.asked:
             self.engine.send_signal(signal.SIGTERM)
         begin = time.monotonic()
         while (code := reap(self.engine.pid)) is None:
+            if self.orphaned and not self.asked:
+                say(f"error: {self.orphaned}, so this rank ends")
+                os.killpg(self.engine.pid, signal.SIGKILL)
             self._wait()
         self.engine.returncode = code
+        if self.canary is not None:
+            self.canary.kill()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.engine.pid, signal.SIGKILL)
         self._note("ended", exit_code=code)
@@ -290,6 +316,13 @@ class Node:
             return 0
         say(f"error: the engine ended with {code} after {time.monotonic() - begin:.0f} s, unasked")
         return EXIT_ENGINE
+
+    def _start_canary(self, env: Mapping[str, str]) -> None:
+        """A child that writes health.json and ends with us; only the head's asks the engine."""
+        file, generation = self.settings.run_dir / "health.json", self.settings.generation
+        argv = canary.command(file, generation, os.getpid(), self.argv, self.settings.node_rank)
+        with suppress(OSError):
+            self.canary = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL)
 
     def _wait(self) -> None:
         ready, _, _ = select.select([self.wakeup], [], [], LOOK_S)
@@ -302,24 +335,14 @@ class Node:
             "phase": phase, "generation": self.settings.generation, "since": time.time(),
             "node_rank": self.settings.node_rank, "pid": os.getpid(),
             "engine_pid": self.engine.pid if self.engine else None,
-            "host": option(self.argv, "--host", "127.0.0.1"),
-            "port": int(option(self.argv, "--port", "8000")), **more,
+            "host": canary.option(self.argv, "--host", "127.0.0.1"),
+            "port": int(canary.option(self.argv, "--port", "8000")), **more,
         }  # fmt: skip
         with suppress(OSError):
             self.settings.run_dir.mkdir(parents=True, exist_ok=True)
             draft = self.settings.run_dir / "state.tmp"
             draft.write_text(json.dumps(state))
             draft.replace(self.settings.run_dir / "state.json")
-
-
-def option(argv: Sequence[str], flag: str, default: str) -> str:
-    """The value of `--flag value` or `--flag=value`."""
-    for index, part in enumerate(argv):
-        if part == flag and index + 1 < len(argv):
-            return argv[index + 1]
-        if part.startswith(f"{flag}="):
-            return part.partition("=")[2]
-    return default
 
 
 def reap(engine: int) -> int | None:

@@ -1,8 +1,9 @@
 """Docker's health check: does this node's engine run, and on the head, does it answer?
 
-Exit 0 or 1 with one line. It reads what PID 1 left in the run folder. On the head `/health` must
-answer as well; that alone proves nothing about the workers (it stays 200 without them), so whoever
-decides about restarts looks at every node and at a real completion.
+Exit 0 or 1 with one line. It reads what PID 1 and its canary left in the run folder. The head is
+unhealthy when two canaries in a row were not answered, and `/health` must answer as well; that
+alone proves nothing about the workers (it stays 200 without them), so whoever decides about
+restarts looks at every node.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 TIMEOUT_S = 5.0
 STOPPED = "ZXTt"
+CANARIES = 2
 
 
 def judge(environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -33,7 +35,17 @@ def judge(environ: Mapping[str, str]) -> tuple[bool, str]:
         return False, f"the engine (pid {pid}) is in state {letter}"
     if state["node_rank"] != 0:
         return True, f"the engine (pid {pid}) runs"
+    if (failed := failed_canaries(folder)) >= CANARIES:
+        return False, f"{failed} canaries in a row were not answered"
     return answers(str(state["host"]), int(state["port"]))
+
+
+def failed_canaries(folder: Path) -> int:
+    """How many canaries in a row failed, as PID 1's canary noted it; 0 while nothing is known."""
+    try:
+        return int(json.loads((folder / "health.json").read_text())["failures"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def process_state(pid: int) -> str:

@@ -1,14 +1,16 @@
 """Fill in the digest of the base image, or print it for a build.
 
     python3 docker/pin.py            ask the registry and write docker/pins.json
-    python3 docker/pin.py --print    BASE_IMAGE and BASE_DIGEST for `docker buildx bake`
+    python3 docker/pin.py --print    the variables of docker/build.hcl, for `env`
 
 The digest is of the multi-platform index, so one value serves amd64 and arm64. It is only ever
-copied from the registry's own answer; a release build refuses an empty one.
+copied from the registry's own answer; a release build refuses an empty one. PLUGIN_LABEL becomes
+the image's label, by which people tell two images apart: a hash of the plugin's sources.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
@@ -16,6 +18,7 @@ import sys
 from pathlib import Path
 
 PINS = Path(__file__).with_name("pins.json")
+PLUGIN = Path(__file__).parents[1] / "overlay" / "glm_exl3"
 
 
 def ask(image: str) -> str:
@@ -33,10 +36,20 @@ def ask(image: str) -> str:
     return digest
 
 
+def plugin_label(folder: Path) -> str:
+    """Twelve hex digits over names and contents of what the image copies from `folder`."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix not in (".pyc", ".so"):
+            total.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return f"sources-{total.hexdigest()[:12]}"
+
+
 def main(arguments: list[str]) -> int:
     pins = json.loads(PINS.read_text())
     if "--print" in arguments:
         sys.stdout.write(f"BASE_IMAGE={pins['base_image']}\nBASE_DIGEST={pins['base_digest']}\n")
+        sys.stdout.write(f"PLUGIN_LABEL={plugin_label(PLUGIN)}\n")
         return 0
     try:
         pins["base_digest"] = ask(pins["base_image"])

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from glm_launch import health, signals, verbs
+from glm_launch import health, procs, signals, verbs
 from glm_launch.errors import (
     ExitCode,
     Finding,
@@ -40,6 +40,9 @@ DEFAULTS = {
     "MAX_MODEL_LEN": 2048,
     "LANGUAGE_MODEL_ONLY": True,
 }
+HERE = {"RUNTIME": "local", "PRESET": "", "WORKER_IP": (), "HEAD_IP": "127.0.0.1",
+        "EXECUTOR": "mp", "RAY_ADDRESS": "",
+        "ABLIT": False, "STEER_VECTOR": "", "STEER_SHA256": ""}  # fmt: skip
 ANSWER_TOKENS = 120
 MEASURED_TOKENS = 128
 LOOK_S = 0.5
@@ -71,7 +74,7 @@ def run(ui: Ui, *, once: bool, constructed: Path | None = None) -> int:
     """The whole demo; returns the exit code."""
     with signals.as_exceptions():
         served = weights(constructed)
-        overrides = {"MODEL": str(served.model), "DFLASH_MODEL": str(served.drafter)}
+        overrides = HERE | {"MODEL": str(served.model), "DFLASH_MODEL": str(served.drafter)}
         session = open_session(ui, overrides, DEFAULTS)
         try:
             current = bring_up(session, served)
@@ -94,12 +97,13 @@ def bring_up(session: Session, served: Weights) -> Current:
         if served.build_in is not None:
             ensure_checkpoint(session.ui, served.build_in)
         plan = session.plan()
-        session.check(plan)
+        session.check()
         return session.launch(plan, owned=True)
 
 
 def tear_down(session: Session) -> None:
-    """Stop what this demo started; another command may have done so already."""
+    """Stop what this demo started; another command may be at it, or have done so already."""
+    procs.wait_until(lambda: not session.store.is_locked(), session.settings.STOP_GRACE_S + 30)
     current = session.store.current()
     if current is None or current.launcher.pid != os.getpid():
         return

@@ -22,7 +22,7 @@ from glm_launch.runner import NodeState
 
 POLL_S = 0.1
 CANARY_TIMEOUT_S = 300.0
-LAST_LINES = 12
+LOST_S = 20.0
 
 PHASES: tuple[tuple[str, re.Pattern[str] | None], ...] = (
     ("importing the engine", None),
@@ -33,6 +33,8 @@ PHASES: tuple[tuple[str, re.Pattern[str] | None], ...] = (
     ("waiting for a first answer", re.compile(r"Application startup complete")),
 )  # fmt: skip
 _ERROR = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception|Exit))(?:: |\()(.+)$")
+_OURS = "glm-exl3: error: "
+_UNASKED = re.compile(r"^the engine ended with -?\d+ after")
 _NO_ERROR = re.compile(r"\b(DEBUG|INFO|WARNING)\b")
 _WRAPPERS = ("See root cause", "initialization failed", "Engine core proc", "died unexpectedly")
 
@@ -107,6 +109,7 @@ class Waiting:
     canary: Callable[[], str | None]
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
+    lost_since: dict[int, float] = field(default_factory=dict)
 
 
 def wait_ready(waiting: Waiting) -> dict[str, float]:
@@ -125,7 +128,7 @@ def wait_ready(waiting: Waiting) -> dict[str, float]:
             if name not in times:
                 times[name] = elapsed
                 waiting.on_phase(name, elapsed)
-            raise_if_ended(waiting.observe())
+            raise_if_ended(_patient(waiting, waiting.observe()))
             if pending is None and _listens(waiting.plan):
                 pending = pool.submit(waiting.canary)
             elif pending is not None and pending.done():
@@ -137,6 +140,24 @@ def wait_ready(waiting: Waiting) -> dict[str, float]:
             waiting.sleep(POLL_S)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _patient(waiting: Waiting, states: Sequence[NodeState]) -> list[NodeState]:
+    """The states, those left out whose node has not answered only for a short while.
+
+    A connection over ssh may fail once without any harm to the rank.
+    """
+    now = waiting.clock()
+    if waiting.plan.runtime == "local":
+        return list(states)
+    kept = []
+    for state in states:
+        if state.state != "lost":
+            waiting.lost_since.pop(state.rank, None)
+        elif now - waiting.lost_since.setdefault(state.rank, now) < LOST_S:
+            continue
+        kept.append(state)
+    return kept
 
 
 def _listens(plan: LaunchPlan) -> bool:
@@ -167,16 +188,32 @@ def _ended(state: NodeState) -> Finding:
     )  # fmt: skip
 
 
+_EXITS = {
+    70: "the engine ended and nobody had asked, or a node never said hello",
+    78: "the nodes differ, or the environment is wrong",
+    137: "killed, or out of memory",
+}
+
+
 def describe_exit(code: int) -> str:
     """An exit code in words."""
     if code == -9:
         return "SIGKILL (killed, or out of memory)"
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+    if code < 0:
+        return f"signal {-code}"
+    words = _EXITS.get(code)
+    return f"exit code {code} ({words})" if words else f"exit code {code}"
 
 
 def cause(log: Path) -> str:
-    """The first error of a log, warnings and wrappers left out; else its last line."""
+    """Why a rank ended: what its entry point or its plugin said, else the engine's first error.
+
+    Warnings and wrappers are left out; without any error it is the last line.
+    """
     lines = last_lines(log, 2000)
+    ours = [line.partition(_OURS)[2].strip() for line in lines if _OURS in line]
+    if said := [line for line in ours if not _UNASKED.search(line)]:
+        return "; ".join(dict.fromkeys(said))
     for line in lines:
         match = _ERROR.search(line)
         if match and not _NO_ERROR.search(line) and not any(w in line for w in _WRAPPERS):

@@ -10,14 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from glm_launch import health, procs, signals
-from glm_launch.errors import Finding, LaunchError, RefusedError, UnhealthyError
+from glm_launch import acceptance, health, procs, signals
+from glm_launch.errors import (
+    Finding,
+    LaunchError,
+    LaunchFailedError,
+    RefusedError,
+    UnhealthyError,
+)
 from glm_launch.plan import LaunchPlan, RankPlan
 from glm_launch.runner import NodeState, Runner
-from glm_launch.state import Current, StateStore
+from glm_launch.state import Current, StateStore, new_generation
 
 WORKER_GRACE_S = 2.0
+NO_SECRETS: Mapping[str, str] = MappingProxyType({})
 OnPhase = Callable[[str, float], None]
 Say = Callable[[str], None]
 
@@ -29,12 +37,21 @@ class Cluster:
     store: StateStore
     runner: Runner
     say: Say = lambda _text: None
+    min_acceptance: float = 0.0
 
     def start(
-        self, plan: LaunchPlan, secrets: Mapping[str, str], *, owned: bool = False
+        self,
+        plan: LaunchPlan,
+        generation: str = "",
+        secrets: Mapping[str, str] = NO_SECRETS,
+        *,
+        owned: bool = False,
     ) -> Current:
-        """Start every rank in order and return at once; the lock must be held."""
-        current = self.store.begin(plan, owned=owned)
+        """Start every rank in order and return at once; the lock must be held.
+
+        `generation` names the launch; empty: a new name.
+        """
+        current = self.store.begin(plan, generation or new_generation(), owned=owned)
         for number in plan.start_order:
             rank = plan.ranks[number]
             self.runner.start(
@@ -43,15 +60,25 @@ class Cluster:
         return current
 
     def stop(self) -> bool:
-        """End every rank of the current launch, the head first; False when there was none."""
+        """End every rank of the current launch, the head first; False when there was none.
+
+        A node that does not answer does not keep the others running: all are stopped, then
+        `LaunchFailedError` names it, and the launch stays recorded so that `stop` can be repeated.
+        """
         current = self.store.current()
         if current is None:
             return False
+        failed: list[Finding] = []
         with signals.shielded():
             current = self.store.mark(current, "stopping")
             for rank in current.plan.ranks:
                 self.say(f"stopping rank {rank.rank} ({rank.role})")
-                self.runner.stop(rank, current.generation, grace_of(current.plan, rank))
+                try:
+                    self.runner.stop(rank, current.generation, grace_of(current.plan, rank))
+                except LaunchError as error:
+                    failed += [_not_stopped(rank, found) for found in error.findings]
+            if failed:
+                raise LaunchFailedError(*failed)
             self.store.forget()
         return True
 
@@ -69,29 +96,51 @@ class Cluster:
         on_phase: OnPhase,
         *,
         owned: bool = False,
+        guard: Callable[[], None] = lambda: None,
     ) -> Current:
         """Start all ranks and wait for a real answer; on any failure stop them again.
 
-        Raises `LaunchFailedError` or `InterruptedLaunchError` after the rollback.
+        `guard` is called all the while and raises when the launch must be given up. Raises
+        `LaunchFailedError` or `InterruptedLaunchError` after the rollback.
         """
         with signals.as_exceptions():
             try:
-                current = self.start(plan, secrets, owned=owned)
-                times = health.wait_ready(self._waiting(plan, current, secrets, on_phase))
+                current = self.start(plan, secrets=secrets, owned=owned)
+                times = health.wait_ready(self._waiting(plan, current, secrets, on_phase, guard))
+                acceptance.require(plan, secrets, self.min_acceptance, self.say)
                 self.store.keep_timings(timings_key(plan), times)
                 return self.store.mark(current, "ready")
-            except BaseException:
-                self.stop()
+            except BaseException as error:
+                self._roll_back(error)
                 raise
 
+    def _roll_back(self, error: BaseException) -> None:
+        """Stop what was started; what cannot be stopped is told beside what went wrong."""
+        try:
+            self.stop()
+        except LaunchFailedError as left:
+            if isinstance(error, LaunchError):
+                raise type(left)(*error.findings, *left.findings) from error
+            raise
+
     def _waiting(
-        self, plan: LaunchPlan, current: Current, secrets: Mapping[str, str], on_phase: OnPhase
+        self,
+        plan: LaunchPlan,
+        current: Current,
+        secrets: Mapping[str, str],
+        on_phase: OnPhase,
+        guard: Callable[[], None],
     ) -> health.Waiting:
         logs = [self.runner.log(rank, current.generation) for rank in plan.ranks]
         key = secrets.get("VLLM_API_KEY")
+
+        def observe() -> list[NodeState]:
+            guard()
+            return self.observe()
+
         return health.Waiting(
             plan=plan,
-            observe=self.observe,
+            observe=observe,
             watch=health.LogWatch(logs),
             on_phase=on_phase,
             canary=lambda: health.complete(
@@ -161,6 +210,15 @@ def raise_if_unhealthy(
                 "./start.sh restart; ./start.sh logs shows what the engine said",
             )
         )
+
+
+def _not_stopped(rank: RankPlan, found: Finding) -> Finding:
+    return Finding(
+        found.code,
+        f"rank {rank.rank} on {rank.node} could not be stopped: {found.seen}",
+        "its container may still run and hold its memory",
+        f"{found.fix}; then ./start.sh stop again",
+    )
 
 
 def _runs_already(current: Current) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from glm_launch.health import LogWatch, last_lines
@@ -12,8 +12,19 @@ from glm_launch.ui import Ui
 POLL_S = 0.2
 
 
-def show(ui: Ui, files: Mapping[str, Path], count: int, *, follow: bool) -> None:
-    """Print the last `count` lines of each file; with `follow`, go on until interrupted."""
+def show(
+    ui: Ui,
+    files: Mapping[str, Path],
+    count: int,
+    *,
+    follow: bool,
+    fetch: Callable[[], object] = lambda: None,
+) -> None:
+    """Print the last `count` lines of each file; with `follow`, go on until interrupted.
+
+    `fetch` brings the files up to date and is called before each look.
+    """
+    fetch()
     prefix = len(files) > 1
     watch = LogWatch(list(files.values()))
     for name, path in files.items():
@@ -22,6 +33,7 @@ def show(ui: Ui, files: Mapping[str, Path], count: int, *, follow: bool) -> None
             ui.line(f"{name}: {line}" if prefix else line)
     while follow:
         time.sleep(POLL_S)
+        fetch()
         for name, path in files.items():
             for line in watch.new_lines(path):
                 ui.line(f"{name}: {line}" if prefix else line)

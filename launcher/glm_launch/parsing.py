@@ -16,6 +16,7 @@ OWNED_FLAGS = {
     "--revision": "MODEL_REVISION",
     "--served-model-name": "SERVED_MODEL_NAME",
     "--speculative-config": "SPEC_METHOD",
+    "--per-request-spec-decode-metrics": "REPLY_ACCEPTANCE",
     "--port": "PORT",
     "--host": "API_HOST",
     "--api-key": "VLLM_API_KEY",
@@ -26,7 +27,7 @@ OWNED_FLAGS = {
     "--node-rank": "RANKS",
     "-r": "RANKS",
     "--headless": "RANKS",
-    "--distributed-executor-backend": "RUNTIME",
+    "--distributed-executor-backend": "EXECUTOR",
     "--master-addr": "HEAD_IP",
     "--master-port": "MASTER_PORT",
     "--max-model-len": "MAX_MODEL_LEN",
@@ -35,6 +36,9 @@ OWNED_FLAGS = {
     "--gpu-memory-utilization": "GPU_MEM_UTIL",
     "--kv-cache-dtype": "KV_CACHE_DTYPE",
     "--kv-cache-memory-bytes": "KV_CACHE_MEMORY_BYTES",
+    "--mamba-ssm-cache-dtype": "KDA_STATE_DTYPE",
+    "--prefix-match-unit": "PREFIX_HIT_TOKENS",
+    "--kv-offloading-size": "KV_PARKING_GIB",
     "--cudagraph-capture-sizes": "CUDAGRAPH_SIZES",
     "--enforce-eager": "ENFORCE_EAGER",
     "--limit-mm-per-prompt": "LIMIT_MM",
@@ -61,6 +65,13 @@ def host_address(value: str) -> str:
     if re.fullmatch(r"(?=.{1,253}$)(?!.*\.\d+$)[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", value):
         return value
     raise ValueError("must be an IP address or a host name")
+
+
+def device_name(value: str) -> str:
+    """A network or RDMA device, such as enp1s0f1np1 or rocep1s0f1:1."""
+    if value and not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,30}(:\d{1,2})?", value):
+        raise ValueError("must be the name of a device")
+    return value
 
 
 def multimodal_limits(value: Any) -> Any:

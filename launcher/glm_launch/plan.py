@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from glm_exl3.format.kv import VLLM_NAMES, registered_layout
+from glm_launch import draft_lengths, kv_arguments
 from glm_launch.errors import ConfigurationError, Finding, raise_if_any
 from glm_launch.facts import Facts
 from glm_launch.settings import Settings
@@ -23,8 +25,28 @@ PARSER = "glm47"
 
 
 @dataclass(frozen=True)
+class Box:
+    """What the container of a node is made of; mounts are (source, target), all read-only."""
+
+    image: str
+    mounts: tuple[tuple[str, str], ...] = ()
+    gpus: str = ""
+    rdma: bool = False
+    shm_size: str = "16gb"
+    owner: str = ""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Box:
+        mounts = tuple((str(source), str(target)) for source, target in value["mounts"])
+        return cls(**{**value, "mounts": mounts})
+
+
+@dataclass(frozen=True)
 class RankPlan:
-    """One rank: `argv` and `env` are complete except for the variables named in `secret_env`."""
+    """One rank: `argv` and `env` are complete except for the variables named in `secret_env`.
+
+    With a `box` it is a container on the node that ssh knows as `ssh`; empty: on this machine.
+    """
 
     rank: int
     role: str
@@ -32,6 +54,8 @@ class RankPlan:
     argv: tuple[str, ...]
     env: tuple[tuple[str, str], ...]
     secret_env: tuple[str, ...] = ()
+    ssh: str = ""
+    box: Box | None = None
 
     @property
     def name(self) -> str:
@@ -40,7 +64,10 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """All ranks in the order of their numbers; `start_order` holds those numbers, workers first."""
+    """All ranks in the order of their numbers; `start_order` holds those numbers, workers first.
+
+    `edits` says in words how the model is changed in memory; empty: not at all.
+    """
 
     runtime: str
     model: str
@@ -56,15 +83,17 @@ class LaunchPlan:
     ready_timeout_s: int
     stop_grace_s: int
     warnings: tuple[str, ...] = ()
+    edits: str = ""
 
     def as_json(self) -> dict[str, Any]:
         ranks = [asdict(rank) | {"env": dict(rank.env)} for rank in self.ranks]
-        return {"schema": SCHEMA, **asdict(self), "ranks": ranks, "digest": self.digest}
+        value = {"schema": SCHEMA, **asdict(self), "ranks": ranks, "digest": self.digest}
+        return {key: one for key, one in value.items() if key != "edits" or one}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> LaunchPlan:
         """The plan that `as_json` wrote."""
-        known = {field.name: value[field.name] for field in fields(cls)}
+        known = {field.name: value[field.name] for field in fields(cls) if field.name in value}
         ranks = (
             RankPlan(
                 **rank
@@ -72,6 +101,7 @@ class LaunchPlan:
                     "argv": tuple(rank["argv"]),
                     "env": tuple(sorted(rank["env"].items())),
                     "secret_env": tuple(rank["secret_env"]),
+                    "box": Box.from_json(rank["box"]) if rank.get("box") else None,
                 }
             )
             for rank in value["ranks"]
@@ -92,7 +122,7 @@ def build(settings: Settings, facts: Facts) -> LaunchPlan:
     raise_if_any(ConfigurationError, missing(settings))
     numbers = range(settings.RANKS)
     return LaunchPlan(
-        runtime=settings.RUNTIME,
+        runtime=settings.runtime,
         model=settings.MODEL,
         served_name=settings.SERVED_MODEL_NAME,
         drafting=settings.SPEC_METHOD,
@@ -156,7 +186,8 @@ def _shared_arguments(settings: Settings, facts: Facts) -> list[str]:
         ("--max-model-len", settings.MAX_MODEL_LEN),
         ("--max-num-seqs", settings.MAX_NUM_SEQS),
         ("--max-num-batched-tokens", settings.MAX_NUM_BATCHED_TOKENS),
-        ("--kv-cache-dtype", "" if settings.KV_CACHE_DTYPE == "auto" else settings.KV_CACHE_DTYPE),
+        ("--kv-cache-dtype", _cache_type(settings)),
+        *kv_arguments.of(settings),
         ("--limit-mm-per-prompt", json.dumps(settings.LIMIT_MM) if settings.LIMIT_MM else ""),
         ("--speculative-config", json.dumps(spec) if (spec := _speculation(settings)) else ""),
     ]
@@ -170,25 +201,36 @@ def _shared_arguments(settings: Settings, facts: Facts) -> list[str]:
         argv.append("--enforce-eager")
     elif settings.CUDAGRAPH_SIZES:
         argv += ["--cudagraph-capture-sizes", *map(str, settings.CUDAGRAPH_SIZES)]
+    if settings.REPLY_ACCEPTANCE and settings.SPEC_METHOD != "none":
+        argv += ["--per-request-spec-decode-metrics", "summary"]
+    argv += draft_lengths.arguments(settings)
     argv += ["--language-model-only"] if settings.LANGUAGE_MODEL_ONLY else []
     argv += ["--skip-mm-profiling"] if settings.SKIP_MM_PROFILING else []
     return argv
 
 
+def _cache_type(settings: Settings) -> str:
+    """vLLM's name for the rows, empty for its own choice."""
+    chosen = settings.KV_CACHE_DTYPE
+    return "" if chosen == "auto" else VLLM_NAMES[chosen]
+
+
 def _speculation(settings: Settings) -> dict[str, object]:
     if settings.SPEC_METHOD == "mtp":
-        return {"method": "mtp", "num_speculative_tokens": settings.MTP_TOKENS}
+        return {"method": "mtp", **draft_lengths.configuration(settings)}
     if settings.SPEC_METHOD == "none":
         return {}
     drafter: dict[str, object] = {
         "method": "dflash",
         "model": settings.DFLASH_MODEL,
-        "num_speculative_tokens": settings.DFLASH_TOKENS,
+        **draft_lengths.configuration(settings),
     }
     if settings.DFLASH_REVISION:
         drafter["revision"] = settings.DFLASH_REVISION
     if settings.DFLASH_DRAFT_TP:
         drafter["draft_tensor_parallel_size"] = settings.DFLASH_DRAFT_TP
+    if settings.DRAFT_KV_CACHE_DTYPE != "auto" or registered_layout(_cache_type(settings)):
+        drafter["kv_cache_dtype"] = settings.DRAFT_KV_CACHE_DTYPE
     return drafter
 
 
@@ -226,8 +268,11 @@ def _environment(number: int, settings: Settings, facts: Facts) -> dict[str, str
         "VLLM_HOST_IP": settings.HEAD_IP,
         "VLLM_NO_USAGE_STATS": "1",
     }
+    if settings.INDEXER_WORKSPACE_MB:
+        env[kv_arguments.INDEXER_LIMIT] = str(settings.INDEXER_WORKSPACE_MB)
     if settings.HF_HOME:
         env["HF_HOME"] = settings.HF_HOME
+    env |= draft_lengths.environment(settings)
     if facts.gpus:
         return env | {"CUDA_VISIBLE_DEVICES": str(number)}
     cores = cores_of(number, settings, facts)
@@ -247,6 +292,10 @@ def cores_of(number: int, settings: Settings, facts: Facts) -> tuple[int, ...]:
 
 
 def _warnings(settings: Settings, facts: Facts) -> tuple[str, ...]:
+    notes = draft_lengths.notes(settings)
     if facts.gpus or len(facts.cores) >= settings.RANKS:
-        return ()
-    return (f"{settings.RANKS} ranks share {len(facts.cores)} core(s): this will be slow",)
+        return notes
+    return (
+        *notes,
+        f"{settings.RANKS} ranks share {len(facts.cores)} core(s): this will be slow",
+    )

@@ -1,26 +1,32 @@
-"""Read settings from the shell, then `.env`, then the defaults, and report every error at once.
+"""Read settings from shell, `.env`, preset and defaults, and report every error at once.
 
-What must stay true: a variable of the shell wins over `.env`; an empty value means "not set"; each
-error names the key, where its value came from and what is allowed, and no message holds a secret.
+What must stay true: a variable of the shell wins over `.env`, which wins over the preset; an empty
+value means "not set"; each error names the key, where its value came from and what is allowed; no
+message holds a secret; nothing but these files is looked at.
 """
 
 from __future__ import annotations
 
-import difflib
 import io
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dotenv.parser import parse_stream
 from pydantic import ValidationError
 
+from glm_launch import successors
 from glm_launch.errors import ConfigurationError, Finding
-from glm_launch.paths import ENV_FILE, state_default
-from glm_launch.settings import Settings, group_of, is_loopback
+from glm_launch.paths import env_file as default_env_file
+from glm_launch.paths import state_default
+from glm_launch.settings import Settings, group_of
+from glm_launch.settings_checks import cross_checks
 
-SECRET_KEYS = frozenset({"VLLM_API_KEY"})
+SECRET_KEYS = frozenset({"VLLM_API_KEY", "HF_TOKEN", "GHCR_TOKEN"})
+KEY_FILE = "api-key"
 _HINT = "edit .env or the shell variable; docs/configuration.md lists every setting"
 
 
@@ -41,36 +47,109 @@ class _Value:
 
 def load(
     environ: Mapping[str, str] = os.environ,
-    env_file: Path = ENV_FILE,
+    env_file: Path | None = None,
     overrides: Mapping[str, object] | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> Loaded:
-    """Settings from `overrides`, `environ`, `env_file`, `defaults` and the fields, in that order.
+    """Settings from `overrides`, `environ`, `env_file`, `defaults`, the preset and the fields.
 
-    Raises `ConfigurationError` with one finding per wrong value.
+    They count in that order. Raises `ConfigurationError` with one finding per wrong value.
     """
-    values, warnings, findings = _from_file(env_file)
+    values, warnings, findings = _from_file(env_file or default_env_file(environ))
     for key in Settings.model_fields:
         if environ.get(key, "").strip():
             values[key] = _Value(environ[key], "shell")
+    known = list(Settings.model_fields)
+    warnings += [
+        successors.remark(key, "shell", known) for key in successors.foreign(environ)
+        if environ[key].strip()
+    ]  # fmt: skip
     chosen = frozenset(values)
-    merged: dict[str, object] = dict(defaults or {})
-    merged |= {key: value.text for key, value in values.items()}
+    given: dict[str, Any] = {key: value.text for key, value in values.items()}
+    given |= overrides or {}
+    preset, wrong = _preset(str(given.get("PRESET", "")))
+    findings += wrong
+    merged: dict[str, Any] = {**preset, **(defaults or {}), **given}
     merged.setdefault("GLM_STATE_DIR", state_default(environ))
-    merged |= overrides or {}
+    secret, wrong = _key(values)
+    findings += wrong
+    merged |= secret
     try:
         settings = Settings.model_validate(merged)
     except ValidationError as error:
         raise ConfigurationError(*findings, *_findings(error, values)) from None
-    findings += cross_checks(settings)
+    findings += cross_checks(settings, str(settings.GLM_STATE_DIR / KEY_FILE))
+    findings += _preset_nodes(settings)
     if findings:
         raise ConfigurationError(*findings)
     warnings += [
         f"{key} has no effect with RUNTIME=local"
         for key, field in Settings.model_fields.items()
-        if key in chosen and group_of(field) == "Containers"
+        if key in chosen and group_of(field) == "Containers" and settings.runtime == "local"
     ]
     return Loaded(settings, chosen, tuple(warnings))
+
+
+def _preset(name: str) -> tuple[dict[str, Any], list[Finding]]:
+    """The values of a preset as defaults."""
+    if not name.strip():
+        return {}, []
+    from glm_launch.nodes import presets
+
+    try:
+        found = presets.preset(name.strip())
+    except ConfigurationError as error:
+        return {}, list(error.findings)
+    place: dict[str, Any] = {"RUNTIME": "local", "RANKS": found.ranks_per_node}
+    if found.hardware:
+        place = {"RUNTIME": "containers", "GPUS_PER_NODE": found.ranks_per_node}
+    return place | dict(found.settings), []
+
+
+def _preset_nodes(settings: Settings) -> list[Finding]:
+    """A preset is for a number of nodes."""
+    if not settings.PRESET or settings.runtime == "local":
+        return []
+    from glm_launch.nodes import presets
+
+    wanted = presets.preset(settings.PRESET).nodes
+    if wanted == settings.nodes:
+        return []
+    return [
+        Finding(
+            "preset-nodes",
+            f"PRESET={settings.PRESET} is for {wanted} node(s), HEAD_IP and WORKER_IP name "
+            f"{settings.nodes}",
+            "its memory and limits are for that number",
+            f"name {wanted - 1} worker(s) in WORKER_IP, or choose another preset",
+        )
+    ]
+
+
+def _key(values: Mapping[str, _Value]) -> tuple[dict[str, str], list[Finding]]:
+    """The API key out of its file; the key itself is never part of a finding."""
+    entry = values.get("VLLM_API_KEY_FILE")
+    if entry is None:
+        return {}, []
+    path = Path(entry.text.strip()).expanduser()
+    seen = fix = ""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        key, seen = "", f"cannot be read ({getattr(error, 'strerror', None) or 'not text'})"
+        fix = "./start.sh key makes one and prints its path"
+    else:
+        if mode & 0o077:
+            seen, fix = f"has mode {mode:04o}", f"chmod 600 {path}"
+        elif not key or len(key.split()) != 1:
+            seen, fix = "does not hold one key and nothing else", "./start.sh key makes another"
+        elif "VLLM_API_KEY" in values:
+            seen, fix = "is set, and VLLM_API_KEY is, too", "keep one of them"
+    if not seen:
+        return {"VLLM_API_KEY": key}, []
+    said = f"VLLM_API_KEY_FILE={entry.text} (from {entry.origin}) {seen}"
+    return {}, [Finding("bad-key-file", said, "the API would be open or unusable", fix)]
 
 
 def _from_file(path: Path) -> tuple[dict[str, _Value], list[str], list[Finding]]:
@@ -88,14 +167,8 @@ def _from_file(path: Path) -> tuple[dict[str, _Value], list[str], list[Finding]]
             if (binding.value or "").strip():
                 values[binding.key] = _Value(binding.value or "", origin)
         elif binding.key:
-            warnings.append(_unknown(binding.key, origin))
+            warnings.append(successors.remark(binding.key, origin, Settings.model_fields))
     return values, warnings, findings
-
-
-def _unknown(key: str, origin: str) -> str:
-    near = difflib.get_close_matches(key, Settings.model_fields, n=1, cutoff=0.7)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"{origin}: no setting is called {key}; it is ignored{hint}"
 
 
 def _findings(error: ValidationError, values: Mapping[str, _Value]) -> list[Finding]:
@@ -115,56 +188,5 @@ def _findings(error: ValidationError, values: Mapping[str, _Value]) -> list[Find
             )  # fmt: skip
             if key in Settings.model_fields
             else Finding("unknown-setting", f"{key} is not a setting", "nothing reads it", _HINT)
-        )
-    return found
-
-
-def cross_checks(settings: Settings) -> list[Finding]:
-    """Combinations that no single field can see."""
-    found = []
-    if settings.ABLIT:
-        found.append(
-            Finding(
-                "no-weight-edits",
-                "ABLIT=1",
-                "this version has no weight edits; serving the plain weights would mislead",
-                "leave ABLIT empty",
-            )
-        )
-    if not (is_loopback(settings.API_HOST) or settings.VLLM_API_KEY or settings.ALLOW_OPEN_API):
-        found.append(
-            Finding(
-                "open-api",
-                f"API_HOST={settings.API_HOST} without VLLM_API_KEY",
-                "anybody on that network could use the model and read its metrics",
-                "set VLLM_API_KEY=..., or ALLOW_OPEN_API=1 where the network is trusted",
-            )
-        )
-    if settings.WORKER_IP:
-        found.append(
-            Finding(
-                "remote-nodes",
-                f"WORKER_IP={','.join(settings.WORKER_IP)} with RUNTIME=local",
-                "RUNTIME=local starts every rank on this machine",
-                "leave WORKER_IP empty; RANKS says how many ranks to start here",
-            )
-        )
-    if settings.PORT == settings.MASTER_PORT:
-        found.append(
-            Finding(
-                "same-port",
-                f"PORT and MASTER_PORT are both {settings.PORT}",
-                "the API and the meeting point of the ranks need a port each",
-                "change one of them",
-            )  # fmt: skip
-        )
-    if settings.DFLASH_DRAFT_TP not in (0, 1, settings.RANKS):
-        found.append(
-            Finding(
-                "draft-tp",
-                f"DFLASH_DRAFT_TP={settings.DFLASH_DRAFT_TP} with RANKS={settings.RANKS}",
-                "vLLM runs a drafter on one rank or on all",
-                f"use 0, 1 or {settings.RANKS}",
-            )  # fmt: skip
         )
     return found

@@ -19,7 +19,8 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from glm_launch.paths import ENV_EXAMPLE, REPOSITORY
-from glm_launch.settings import Group, Settings, group_of, metadata
+from glm_launch.settings import Settings, group_of, metadata
+from glm_launch.settings_field import Group
 
 CONFIGURATION_PAGE = REPOSITORY / "docs" / "configuration.md"
 _GROUPS: tuple[str, ...] = get_args(Group)
@@ -32,6 +33,8 @@ def default_text(field: FieldInfo) -> str:
         return ""
     if isinstance(value, bool):
         return "1" if value else "0"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return str(value)
 
 
@@ -81,7 +84,9 @@ def render_env_example() -> str:
     for fields in by_group().values():
         basic = [(name, field) for name, field in fields if metadata(field)["basic"]]
         for name, field in basic:
-            lines += ["", f"# {field.description}", f"{name}={default_text(field)}"]
+            default = default_text(field)
+            said = f" (default {default})" if default else ""
+            lines += ["", f"# {field.description}{said}", f"{name}="]
     lines += ["", "# Less often needed; docs/configuration.md explains them."]
     for fields in by_group().values():
         lines += [

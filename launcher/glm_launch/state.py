@@ -4,6 +4,8 @@
     FOLDER/cluster.json                the current launch, absent when nothing should run
     FOLDER/launches/GENERATION/        plan, records and logs of one launch; the last ten are kept
     FOLDER/timings.json                how long each phase took, for the expected times
+    FOLDER/images.json                 images that passed their self-check
+    FOLDER/good.json                   image and preset of the last launches that answered
 
 What must stay true: `cluster.json` is written before the first rank starts and removed after the
 last one is gone, each time by an atomic rename, so a launcher killed at any moment leaves a state
@@ -12,7 +14,6 @@ that the next command can clean up. No secret is ever written.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -26,10 +27,12 @@ from typing import Any, Literal
 
 from glm_launch import procs
 from glm_launch.errors import Finding, RefusedError
+from glm_launch.files import held, is_held, replace_text
 from glm_launch.plan import LaunchPlan
 from glm_launch.procs import Identity
 
 KEPT_LAUNCHES = 10
+KEPT_GOOD = 3
 Phase = Literal["starting", "ready", "stopping"]
 
 
@@ -49,6 +52,26 @@ class Current:
         return asdict(self) | {"plan": self.plan.as_json()}
 
 
+@dataclass(frozen=True)
+class Good:
+    """A launch that answered: the image by fingerprint, a tag that keeps it, and the preset."""
+
+    image: str
+    fingerprint: str
+    tag: str
+    preset: str
+    ready_at: float
+
+    @property
+    def what(self) -> tuple[str, str]:
+        return self.fingerprint, self.preset
+
+
+def new_generation() -> str:
+    """A name for a launch; later ones sort behind earlier ones."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
 class StateStore:
     """Reads and writes the state folder."""
 
@@ -57,19 +80,14 @@ class StateStore:
         self.launches = folder / "launches"
         self._cluster = folder / "cluster.json"
         self._timings = folder / "timings.json"
+        self._images = folder / "images.json"
+        self._good = folder / "good.json"
 
     @contextmanager
     def lock(self, verb: str) -> Iterator[None]:
         """Hold the right to change something; refuses at once when another command has it."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.folder / "lock").open("a+") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RefusedError(_locked(self.holder())) from None
-            handle.truncate(0)
-            handle.write(json.dumps({"pid": os.getpid(), "verb": verb, "since": time.time()}))
-            handle.flush()
+        me = {"pid": os.getpid(), "verb": verb, "since": time.time()}
+        with held(self.folder / "lock", me, lambda: RefusedError(_locked(self.holder()))) as handle:
             try:
                 yield
             finally:
@@ -81,20 +99,12 @@ class StateStore:
 
     def is_locked(self) -> bool:
         """Whether some command is changing something."""
-        try:
-            with (self.folder / "lock").open("r") as handle:
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        return False
+        return is_held(self.folder / "lock")
 
-    def begin(self, plan: LaunchPlan, *, owned: bool) -> Current:
+    def begin(self, plan: LaunchPlan, generation: str, *, owned: bool) -> Current:
         """Record a launch that is about to start."""
         launcher = procs.identify(os.getpid())
         assert launcher is not None
-        generation = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         current = Current(generation, "starting", plan, time.time(), launcher, owned)
         (self.launches / generation).mkdir(parents=True)
         _write(self.launches / generation / "plan.json", plan.as_json())
@@ -139,6 +149,23 @@ class StateStore:
         """Remember them."""
         _write(self._timings, _read(self._timings) | {key: dict(seconds)})
 
+    def image_passed(self, fingerprint: str) -> bool:
+        """Whether an image with this fingerprint passed its self-check before."""
+        return fingerprint in _read(self._images)
+
+    def keep_passed(self, fingerprint: str) -> None:
+        _write(self._images, _read(self._images) | {fingerprint: time.time()})
+
+    def keep_good(self, good: Good) -> None:
+        """Remember what answered; the newest of each kind, the last few kinds."""
+        others = [one for one in self.goods() if one.what != good.what]
+        kept = [*others, good][-KEPT_GOOD:]
+        _write(self._good, {"launches": [asdict(one) for one in kept]})
+
+    def goods(self) -> list[Good]:
+        """What answered, the newest last."""
+        return [Good(**one) for one in _read(self._good).get("launches", [])]
+
     def _save(self, current: Current) -> None:
         _write(self._cluster, current.as_json())
 
@@ -160,9 +187,7 @@ def _locked(holder: Mapping[str, Any]) -> Finding:
 
 
 def _write(path: Path, value: object) -> None:
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps(value, indent=1))
-    draft.replace(path)
+    replace_text(path, json.dumps(value, indent=1))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -40,7 +40,10 @@ class Ui:
         self.out.flush()
 
     def warn(self, text: str) -> None:
-        self.line(f"{self.colour('warning:', 'yellow')} {text}")
+        """A remark on standard error, so that JSON on standard output stays JSON."""
+        self.stop_clock()
+        self.err.write(f"{self.colour('warning:', 'yellow')} {text}\n")
+        self.err.flush()
 
     def error(self, error: LaunchError) -> None:
         """Every finding of an error, with why and fix."""

@@ -11,74 +11,128 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from glm_launch import health, logs, preflight
+from glm_launch import acceptance, health, logs
 from glm_launch import plan as plan_module
-from glm_launch.errors import ExitCode, Finding, LaunchError, RefusedError
+from glm_launch.errors import ExitCode, Finding, RefusedError
 from glm_launch.lifecycle import raise_if_unhealthy
-from glm_launch.paths import REPOSITORY
+from glm_launch.paths import ENV_EXAMPLE, REPOSITORY, env_file
 from glm_launch.plan import LaunchPlan
 from glm_launch.runner import NodeState
 from glm_launch.session import Session, open_session
 from glm_launch.state import Current
+from glm_launch.supervise import hooks
 from glm_launch.ui import Ui
 
+TWO_AT_A_TIME = ("-n2", "--no-loadscope-reorder")
 
-def start(ui: Ui) -> int:
-    """Bring all ranks up and return once a completion came back; ranks stay."""
+
+def start(ui: Ui, *, steal: bool = False, follow: bool = False) -> int:
+    """Bring all ranks up and return once a completion came back; ranks stay.
+
+    With `follow`, show what the supervisor says until it ends or Ctrl-C.
+    """
+    make_env_file(ui)
     session = open_session(ui)
-    plan = session.plan()
-    with session.store.lock("start"):
+    session.backend.require()
+    hooks.step_aside(session.store)
+    with session.lock("start"):
         session.cluster.clean_up()
+        look_after(session)
         session.cluster.refuse_second()
-        session.check(plan)
-        session.launch(plan)
+        session.check()
+        with session.backend.changing("start", steal=steal):
+            plan = session.prepare()
+            session.launch(plan)
+    look_after(session)
     say_endpoint(ui, plan)
+    if follow:
+        hooks.follow(session.store, ui)
     return ExitCode.OK
 
 
-def restart(ui: Ui) -> int:
-    """Check everything, then stop and start."""
-    session = open_session(ui)
-    plan = session.plan()
-    with session.store.lock("restart"):
-        refuse_before_touching(session, plan)
-        session.cluster.stop()
-        session.check(plan)
-        session.launch(plan)
-    say_endpoint(ui, plan)
+def look_after(session: Session) -> None:
+    """Leave a supervisor behind, unless SUPERVISE=0."""
+    if session.settings.SUPERVISE:
+        hooks.look_after(session.store, session.ui)
+
+
+def restart(ui: Ui, *, steal: bool = False) -> int:
+    """Check and bring everything, then stop and start."""
+    make_env_file(ui)
+    return replace_launch(open_session(ui), "restart", steal=steal)
+
+
+def replace_launch(session: Session, verb: str, *, steal: bool = False) -> int:
+    """Stop what runs once everything else is known to be in order, then start.
+
+    What the running launch holds (ports, memory, GPUs) is judged after it ended.
+    """
+    session.backend.require()
+    hooks.step_aside(session.store)
+    with session.lock(verb):
+        session.check(held=session.store.current() is not None)
+        with session.backend.changing(verb, steal=steal):
+            plan = session.prepare()
+            hooks.dismiss(session.store)
+            session.cluster.stop()
+            session.check_freed()
+            session.launch(plan)
+    look_after(session)
+    say_endpoint(session.ui, plan)
     return ExitCode.OK
 
 
-def refuse_before_touching(session: Session, plan: LaunchPlan) -> None:
-    """All checks that do not depend on what the running launch holds (its ports, its memory)."""
-    held = ("port-in-use", "too-little-memory")
-    findings = preflight.check(session.settings, session.facts, plan)
-    if serious := [finding for finding in findings if finding.code not in held]:
-        raise RefusedError(*serious)
+def make_env_file(ui: Ui) -> None:
+    """`.env` from the example when there is none: every line empty, nothing set by it."""
+    path = env_file()
+    if path.exists() or not ENV_EXAMPLE.is_file():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(ENV_EXAMPLE.read_text(encoding="utf-8"), encoding="utf-8")
+    ui.line(f"made {path} from {ENV_EXAMPLE.name}; it is the place for your settings")
 
 
 def stop(ui: Ui) -> int:
     """End all ranks; nothing to do is fine."""
     session = open_session(ui)
+    hooks.dismiss(session.store)
     with session.store.lock("stop"):
-        stopped = session.cluster.stop()
-    ui.line("stopped, no process is left" if stopped else "nothing runs")
+        current = session.store.current()
+        session.cluster.stop()
+    if current is None:
+        ui.line("nothing runs")
+    else:
+        unit = "process" if current.plan.runtime == "local" else "container"
+        ui.line(f"stopped, no {unit} is left")
     return ExitCode.OK
 
 
 def status(ui: Ui, *, as_json: bool) -> int:
     """Every rank, and whether the model answers; exit 5 when it should and does not."""
     session = open_session(ui)
-    current = session.store.current()
+    current, supervisor = session.store.current(), hooks.state_of(session.store)
     if current is None:
-        emit(ui, {"phase": "stopped", "ranks": []}, as_json, "nothing runs")
-        return ExitCode.OK
+        text = f"nothing runs; {hooks.describe(supervisor)}" if supervisor else "nothing runs"
+        more = {"supervisor": supervisor} if supervisor else {}
+        emit(ui, {"phase": "stopped", "ranks": [], **more}, as_json, text)
+        return ExitCode.UNHEALTHY if supervisor else ExitCode.OK
     states = session.cluster.observe()
     answer = _answer(session, current, states)
+    drafts = None
+    if answer["answered"]:
+        drafts = acceptance.of_running(current.plan, session.settings.secrets())
     if as_json:
-        emit(ui, _status_json(current, states, answer), True)
+        found: dict[str, Any] = {
+            "acceptance": drafts.as_json() if drafts else None,
+            "supervisor": supervisor,
+        }
+        emit(ui, _status_json(current, states, answer) | found, True)
     else:
         _status_lines(ui, current, states, answer)
+        if drafts is not None:
+            ui.line(f"drafting {current.plan.drafting}: {drafts}")
+        ui.line(f"supervisor: {hooks.describe(supervisor)}")
     if current.phase == "ready":
         if as_json and not answer.get("answered"):
             return ExitCode.UNHEALTHY
@@ -105,6 +159,7 @@ def _status_json(
         "model": current.plan.served_name,
         "endpoint": f"{current.plan.base_url}/v1",
         "drafting": current.plan.drafting,
+        "edits": current.plan.edits,
         "digest": current.plan.digest,
         "ready_at": current.ready_at,
         "answer": answer,
@@ -116,6 +171,8 @@ def _status_lines(
     ui: Ui, current: Current, states: Sequence[NodeState], answer: dict[str, Any]
 ) -> None:
     ui.line(f"{current.plan.served_name} at {current.plan.base_url}/v1, {current.phase}")
+    if current.plan.edits:
+        ui.line(f"changed in memory: {current.plan.edits}")
     rows = [
         [state.rank, state.role, state.node, state.state, state.pid or "-", _uptime(state)]
         for state in states
@@ -152,62 +209,34 @@ def show_logs(ui: Ui, target: str, *, follow: bool, count: int, as_json: bool) -
             )
         )
     files = {rank.name: folder / f"{rank.name}.log" for rank in chosen}
+    fetch = session.cluster.observe if current else list
     if as_json:
+        fetch()
         emit(ui, {name: health.last_lines(path, count) for name, path in files.items()}, True)
         return ExitCode.OK
-    logs.show(ui, files, count, follow=follow)
+    logs.show(ui, files, count, follow=follow, fetch=fetch)
     return ExitCode.OK
 
 
 def show_plan(ui: Ui, *, as_json: bool) -> int:
     """Print what `start` would run, and change nothing."""
     session = open_session(ui)
-    plan = plan_module.build(session.settings, session.facts)
+    plan = session.backend.plan()
+    steps = session.backend.steps(plan)
     if as_json:
-        emit(ui, plan.as_json(), True)
+        emit(ui, plan.as_json() | {"steps": [asdict(step) for step in steps]}, True)
         return ExitCode.OK
     ui.line(f"plan {plan.digest}: {plan.served_name} at {plan.base_url}/v1")
-    for number in plan.start_order:
-        rank = plan.ranks[number]
-        ui.line(f"\n# {rank.name}, {rank.role} on {rank.node}")
-        ui.line("".join(f"{name}={shlex.quote(value)} \\\n" for name, value in rank.env)
-                + "".join(f"{name}=(secret) \\\n" for name in rank.secret_env)
-                + shlex.join(rank.argv))  # fmt: skip
+    for step in steps:
+        ui.line(f"\n# {step.node}: {step.title}")
+        into = f" \\\n| {shlex.join(step.into)}" if step.into else ""
+        ui.line(shlex.join(step.argv) + into)
     for warning in plan.warnings:
         ui.warn(warning)
     return ExitCode.OK
 
 
-def doctor(ui: Ui, *, as_json: bool) -> int:
-    """Everything that would refuse a launch, and the facts; exit 3 when something does."""
-    session = open_session(ui)
-    facts = session.facts
-    try:
-        plan = plan_module.build(session.settings, facts)
-        findings = preflight.check(session.settings, facts, plan)
-    except LaunchError as error:
-        findings = [*error.findings, *preflight.check_engine(facts)]
-    current = session.store.current()
-    runs = current is not None and current.phase == "ready"
-    findings = [f for f in findings if not (runs and f.code == "port-in-use")]
-    known = {
-        "python": sys.version.split()[0],
-        "engine": shlex.join(facts.engine) or "none",
-        "cores": len(facts.cores),
-        "gpus": facts.gpus,
-        "memory_available_gib": round(facts.memory_available_bytes / preflight.GIB, 1),
-        "state": str(session.settings.GLM_STATE_DIR),
-        "runs": current.plan.served_name if current else "nothing",
-    }
-    if as_json:
-        emit(ui, {"facts": known, "findings": [asdict(finding) for finding in findings]}, True)
-    else:
-        ui.table(["fact", "value"], list(known.items()))
-        if findings:
-            ui.error(RefusedError(*findings))
-        else:
-            ui.line("nothing would refuse a launch")
-    return ExitCode.REFUSED if findings else ExitCode.OK
+TWO_AT_A_TIME = ("-n2", "--no-loadscope-reorder")
 
 
 def test(arguments: Sequence[str]) -> int:
@@ -218,9 +247,9 @@ def test(arguments: Sequence[str]) -> int:
 
 
 def test_arguments(arguments: Sequence[str], environ: dict[str, str]) -> list[str]:
-    """Static checks run in CI or with `--lint`; everything else is pytest's."""
+    """Everything runs two files at a time, static checks in CI or with `--lint`; else pytest's."""
     lint = "--lint" in arguments or bool(environ.get("CI"))
-    passed = [argument for argument in arguments if argument != "--lint"]
+    passed = [argument for argument in arguments if argument != "--lint"] or [*TWO_AT_A_TIME]
     return passed if lint else ["--ignore=tests/repository", *passed]
 
 

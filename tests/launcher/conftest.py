@@ -139,12 +139,14 @@ def launcher(tmp_path: Path, checkpoint: Path) -> Iterator[Launcher]:
         "HOME": str(tmp_path),
         "PYTHONPATH": os.pathsep.join(packages),
         "GLM_STATE_DIR": str(tmp_path / "state"),
+        "GLM_ENV_FILE": str(tmp_path / "env"),
         "MODEL": str(checkpoint),
         "SPEC_METHOD": "none",
         "PORT": str(free_port()),
         "MASTER_PORT": str(free_port()),
         "READY_TIMEOUT_S": "20",
         "STOP_GRACE_S": "2",
+        "SUPERVISE": "0",
         "ENGINE_COMMAND": engine_command(),
     }  # fmt: skip
     launcher = Launcher(env)

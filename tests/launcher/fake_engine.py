@@ -4,7 +4,7 @@
 
 Troubles: `crash` (an error and exit 1 at once), `exit0` (ends with 0 after READY was possible),
 `silent` (never listens), `broken` (answers 500), `stubborn` (ignores SIGTERM), `orphan` (starts a
-child that ignores SIGTERM and ends itself).
+child that ignores SIGTERM and ends itself), `useless` (no draft is ever accepted).
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); t
 
 class Handler(BaseHTTPRequestHandler):
     status = 200
+    panels = 0
+    accepted = 140
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/v1/chat/completions" and body.get("stream"):
             return self.stream(body)
+        Handler.panels += isinstance(body.get("prompt"), list)
         usage = {"prompt_tokens": 1, "completion_tokens": 4}
         reply = {"choices": [{"text": " there", "finish_reason": "length"}], "usage": usage}
         return self.send(json.dumps(reply), self.status)
@@ -36,7 +39,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/env":
             return self.send(json.dumps(dict(os.environ)))
-        return self.send("vllm:spec_decode_num_drafts_total 0\n")
+        counts = {"drafts": 100, "draft_tokens": 700, "accepted_tokens": Handler.accepted}
+        lines = (f"vllm:spec_decode_num_{name}_total {count * Handler.panels}\n"
+                 for name, count in counts.items())  # fmt: skip
+        return self.send("".join(lines))
 
     def stream(self, body: dict) -> None:
         self.send_response(200)
@@ -87,6 +93,7 @@ def play(options: argparse.Namespace, trouble: str) -> None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     if not options.headless and trouble != "silent":
         Handler.status = 500 if trouble == "broken" else 200
+        Handler.accepted = 0 if trouble == "useless" else Handler.accepted
         server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         print("Application startup complete", flush=True)

@@ -55,10 +55,11 @@ def test_the_launcher_imports_neither_torch_nor_the_engine() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environ", "expected"),
     [
-        ([], {}, ["--ignore=tests/repository"]),
+        ([], {}, ["--ignore=tests/repository", "-n2", "--no-loadscope-reorder"]),
         (["-k", "plan"], {}, ["--ignore=tests/repository", "-k", "plan"]),
         (["--lint", "-x"], {}, ["-x"]),
-        ([], {"CI": "true"}, []),
+        (["--lint"], {}, ["-n2", "--no-loadscope-reorder"]),
+        ([], {"CI": "true"}, ["-n2", "--no-loadscope-reorder"]),
     ],
 )
 def test_static_checks_run_when_asked_and_in_ci(arguments, environ, expected) -> None:
@@ -68,7 +69,7 @@ def test_static_checks_run_when_asked_and_in_ci(arguments, environ, expected) ->
 def test_plan_prints_commands_and_changes_nothing(launcher) -> None:
     done = launcher("plan", VLLM_API_KEY="planted-secret")
     assert "--node-rank 1" in done.stdout and "VLLM_API_KEY=(secret)" in done.stdout
-    assert done.stdout.index("# rank1") < done.stdout.index("# rank0")
+    assert done.stdout.index(": rank1, worker") < done.stdout.index(": rank0, head")
     assert not launcher.state.exists()
 
 

@@ -42,6 +42,15 @@ def demo_env(launcher):
     return launcher
 
 
+def test_edits_of_the_large_model_are_not_for_the_demo(demo_env, folder: Path) -> None:
+    """They name its layers, its donor and its streams."""
+    demo_env.env |= {"ABLIT": "1", "STEER_VECTOR": "/none.gguf", "STEER_SHA256": "0" * 64}
+    process = demo_env.popen("-c", RUN, str(folder), "once")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "changed in memory" not in output
+
+
 def is_free(port: str) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", int(port))) != 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,7 @@ import respx
 from glm_launch import health
 from glm_launch.errors import LaunchFailedError
 from glm_launch.health import PHASES, LogWatch
+from glm_launch.runner import NodeState
 
 URL = "http://127.0.0.1:9/v1/completions"
 ANSWER = {"choices": [{"text": " you"}], "usage": {"completion_tokens": 4}}
@@ -87,3 +89,47 @@ def test_exit_codes_in_words() -> None:
     assert "SIGKILL" in health.describe_exit(-9)
     assert health.describe_exit(-11) == "signal 11"
     assert health.describe_exit(0) == "exit code 0"
+
+
+def test_what_the_entry_point_or_the_plugin_says_is_the_cause(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "ValueError: something on the way\n"
+        "glm-exl3: error: plugin differs: node a (rank 0) has 'x', node b (rank 1) has 'y'\n"
+        "glm-exl3: error: plugin differs: node a (rank 0) has 'x', node b (rank 1) has 'y'\n"
+    )
+    assert health.cause(log).startswith("plugin differs: node a")
+    assert health.cause(log).count("plugin differs") == 1
+    log.write_text(
+        "ValueError: layer 3\nglm-exl3: error: the engine ended with 1 after 5 s, unasked\n"
+    )
+    assert health.cause(log) == "ValueError: layer 3"
+
+
+@pytest.mark.parametrize(("runtime", "after", "gone"), [
+    ("containers", 5.0, False), ("containers", 21.0, True), ("local", 0.0, True),
+])  # fmt: skip
+def test_a_node_that_does_not_answer_once_is_not_a_rank_that_ended(
+    plan, runtime: str, after: float, gone: bool
+) -> None:
+    now = [0.0]
+    waiting = health.Waiting(
+        dataclasses.replace(plan, runtime=runtime), lambda: [], health.LogWatch([]),
+        lambda *_: None, lambda: None, clock=lambda: now[0],
+    )  # fmt: skip
+    lost = [NodeState(1, "worker", "n", "lost")]
+    assert (health._patient(waiting, lost) == lost) == (runtime == "local")
+    now[0] = after
+    assert (health._patient(waiting, lost) == lost) == gone
+    assert health._patient(waiting, [NodeState(1, "worker", "n", "running")])
+    now[0] += 1
+    assert (health._patient(waiting, lost) == []) == (runtime != "local")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [(-9, "out of memory"), (-15, "signal 15"), (1, "exit code 1"), (70, "nobody had asked"),
+     (78, "the nodes differ"), (137, "out of memory")],
+)  # fmt: skip
+def test_more_exit_codes_in_words(code: int, said: str) -> None:
+    assert said in health.describe_exit(code)

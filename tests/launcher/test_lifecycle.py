@@ -126,7 +126,7 @@ def test_a_second_signal_does_not_cut_the_rollback(cluster, plan, answers, monke
 
 
 def test_stop_is_idempotent_and_ends_the_head_first(cluster, plan) -> None:
-    cluster.start(plan, {})
+    cluster.start(plan)
     assert cluster.stop() is True
     assert cluster.stop() is False
     assert cluster.runner.calls == ORDER + ROLLBACK
@@ -134,7 +134,7 @@ def test_stop_is_idempotent_and_ends_the_head_first(cluster, plan) -> None:
 
 
 def test_a_second_launch_is_refused(cluster, plan) -> None:
-    cluster.store.mark(cluster.start(plan, {}), "ready")
+    cluster.store.mark(cluster.start(plan), "ready")
     assert cluster.clean_up() is False
     with pytest.raises(RefusedError, match="restart replaces it"):
         cluster.refuse_second()
@@ -142,25 +142,25 @@ def test_a_second_launch_is_refused(cluster, plan) -> None:
 
 @pytest.mark.parametrize("phase", ["starting", "stopping"])
 def test_an_abandoned_launch_is_cleaned_up(cluster, plan, phase: str) -> None:
-    cluster.store.mark(cluster.start(plan, {}), phase)
+    cluster.store.mark(cluster.start(plan), phase)
     assert cluster.clean_up() is True
     assert cluster.runner.calls == ORDER + ROLLBACK
 
 
 def test_a_launch_whose_ranks_are_gone_is_cleaned_up(cluster, plan) -> None:
-    cluster.store.mark(cluster.start(plan, {}), "ready")
+    cluster.store.mark(cluster.start(plan), "ready")
     cluster.runner.states |= {0: "lost", 1: "exited"}
     assert cluster.clean_up() is True
 
 
 def test_a_half_dead_launch_is_not_cleaned_up_silently(cluster, plan) -> None:
-    cluster.store.mark(cluster.start(plan, {}), "ready")
+    cluster.store.mark(cluster.start(plan), "ready")
     cluster.runner.states[1] = "exited"
     assert cluster.clean_up() is False
 
 
 def test_ranks_whose_demo_was_killed_are_cleaned_up(cluster, plan) -> None:
-    current = cluster.store.mark(cluster.start(plan, {}, owned=True), "ready")
+    current = cluster.store.mark(cluster.start(plan, owned=True), "ready")
     assert cluster.clean_up() is False
     gone = procs.Identity(current.launcher.pid, current.launcher.start_ticks + 1, "other boot")
     cluster.store._save(dataclasses.replace(current, launcher=gone))
@@ -168,7 +168,7 @@ def test_ranks_whose_demo_was_killed_are_cleaned_up(cluster, plan) -> None:
 
 
 def test_unhealthy_names_the_rank_and_the_missing_answer(cluster, plan) -> None:
-    current = cluster.start(plan, {})
+    current = cluster.start(plan)
     with pytest.raises(UnhealthyError, match="does not answer: timed out"):
         lifecycle.raise_if_unhealthy(
             current, cluster.observe(), {"answered": False, "error": "timed out"}
@@ -181,3 +181,37 @@ def test_unhealthy_names_the_rank_and_the_missing_answer(cluster, plan) -> None:
 def test_a_worker_gets_less_time_to_end_than_the_head(plan) -> None:
     patient = dataclasses.replace(plan, stop_grace_s=600)
     assert [lifecycle.grace_of(patient, rank) for rank in patient.ranks] == [600, 2]
+
+
+def test_stop_goes_on_after_a_rank_that_cannot_be_stopped(cluster, plan, monkeypatch) -> None:
+    cluster.start(plan)
+    stop = cluster.runner.stop
+
+    def broken(rank, *rest: object) -> None:
+        stop(rank, *rest)
+        if rank.rank == 0:
+            raise LaunchFailedError(Finding("ssh-timeout", "nothing answers", "", "check it"))
+
+    monkeypatch.setattr(cluster.runner, "stop", broken)
+    with pytest.raises(LaunchFailedError, match="rank 0 on 127.0.0.1 could not be stopped"):
+        cluster.stop()
+    assert cluster.runner.calls[-2:] == ROLLBACK
+    current = cluster.store.current()
+    assert current is not None and current.phase == "stopping"
+    monkeypatch.setattr(cluster.runner, "stop", stop)
+    assert cluster.stop() is True and cluster.store.current() is None
+
+
+def test_a_guard_ends_the_launch_and_both_troubles_are_told(cluster, plan, monkeypatch) -> None:
+    def guard() -> None:
+        raise LaunchFailedError(Finding("memory-floor", "5 GiB left", "", ""))
+
+    def broken(*_: object) -> None:
+        raise LaunchFailedError(Finding("ssh-timeout", "nothing answers", "", ""))
+
+    monkeypatch.setattr(cluster.runner, "stop", broken)
+    with pytest.raises(LaunchFailedError) as caught:
+        cluster.launch(plan, {}, lambda _name, _at: None, guard=guard)
+    assert [finding.code for finding in caught.value.findings] == [
+        "memory-floor", "ssh-timeout", "ssh-timeout",
+    ]  # fmt: skip

@@ -37,7 +37,7 @@ def test_plan_on_a_cpu(ranks: str, method: str, snapshot_json: SnapshotAssertion
 def test_plan_on_gpus_with_every_setting(snapshot_json: SnapshotAssertion) -> None:
     plan = planned(
         GPU,
-        MODEL_REVISION="abc", DFLASH_REVISION="def", DFLASH_DRAFT_TP="1", HF_HOME="/cache",
+        MODEL_REVISION="abc", DFLASH_REVISION="def", DFLASH_DRAFT_TP="2", HF_HOME="/cache",
         SERVED_MODEL_NAME="glm", PORT="9000", API_HOST="0.0.0.0", VLLM_API_KEY="planted-secret",
         MAX_MODEL_LEN="65536", MAX_NUM_SEQS="8", MAX_NUM_BATCHED_TOKENS="4096",
         GPU_MEM_UTIL="0.9", KV_CACHE_DTYPE="fp8", KV_CACHE_MEMORY_BYTES="1000",

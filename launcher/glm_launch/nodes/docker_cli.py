@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from glm_launch.nodes.preflight import GENERATION_LABEL, OWNER_LABEL, PROJECT_LABEL
+from glm_launch.plan import Box
 
 PROJECT = "glm-exl3"
 RANK_LABEL = "io.glm-exl3.node-rank"
@@ -20,16 +21,7 @@ CACHE_VOLUME = "glm-exl3-cache"
 CACHE_TARGET = "/cache"
 
 
-@dataclass(frozen=True)
-class Box:
-    """What the container of a node is made of; mounts are (source, target), all read-only."""
-
-    image: str
-    mounts: tuple[tuple[str, str], ...] = ()
-    gpus: str = ""
-    rdma: bool = False
-    shm_size: str = "16gb"
-    owner: str = ""
+__all__ = ["Box", "Inspected", "name_of", "parse_inspect", "run_argv"]
 
 
 def name_of(rank: int) -> str:

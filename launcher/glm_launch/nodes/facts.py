@@ -6,6 +6,7 @@ the value that means "not known", so that records of older probes still load.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -94,10 +95,6 @@ class Hca:
     rate: str = ""
     gids: tuple[Gid, ...] = ()
 
-    @property
-    def netdevs(self) -> frozenset[str]:
-        return frozenset(gid.netdev for gid in self.gids if gid.netdev)
-
 
 @dataclass(frozen=True)
 class Image:
@@ -116,6 +113,11 @@ class Image:
     def identity(self) -> tuple[str, str, str, tuple[str, ...], str]:
         """Platform, plugin label, configuration and layers: `.Id` differs between engines."""
         return self.os, self.arch, self.labels.get(PLUGIN_LABEL, ""), self.layers, self.config
+
+    @property
+    def fingerprint(self) -> str:
+        """Short hash of the identity."""
+        return hashlib.sha256(repr(self.identity).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,7 @@ class NodeFacts:
     home: str = ""
     cores: int = 0
     rsync: bool = False
+    nccl: str = ""
     memory: Memory = Memory()
     gpus: tuple[Gpu, ...] = ()
     nics: tuple[Nic, ...] = ()
@@ -222,6 +225,11 @@ def read(value: Mapping[str, Any]) -> NodeFacts:
         return _read(NodeFacts, value)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"broken facts: {error}") from error
+
+
+def read_image(value: Mapping[str, Any]) -> Image:
+    """One image from the probe's JSON."""
+    return _read(Image, value)
 
 
 def _read(kind: type[_T], value: Mapping[str, Any]) -> _T:

@@ -28,7 +28,7 @@ def look(
     try:
         return facts.read(json.loads(done.out))
     except ValueError:
-        said = (done.err.strip().splitlines() or [f"exit code {done.code}"])[-1]
+        said = done.last_words
         return Finding(
             "no-facts",
             f"{shell.name}: the probe did not run: {said}",

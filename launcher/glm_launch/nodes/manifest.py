@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from glm_launch.files import replace_text
 from glm_launch.nodes.probes import verify as program
 from glm_launch.nodes.ssh import LocalShell, Shell
 
@@ -72,9 +72,7 @@ class Manifest:
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        draft.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1))
-        draft.replace(path)
+        replace_text(path, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> Manifest | None:
@@ -133,11 +131,15 @@ def verify(
     shell: Shell | None = None,
     full: bool = False,
     rehash_days: float = 30.0,
+    sizes_only: bool = False,
 ) -> Verified:
-    """Compare `folder` on a node with the manifest; raises OSError when the program cannot run."""
+    """Compare `folder` on a node with the manifest; raises OSError when the program cannot run.
+
+    `sizes_only` reads no contents: it tells what is still to come, not what is good.
+    """
     request = {
         "folder": folder, "cache": cache, "full": full, "max_age_s": rehash_days * DAY_S,
-        "files": [asdict(entry) for entry in manifest.files],
+        "files": [asdict(entry) for entry in manifest.files], "sizes_only": sizes_only,
     }  # fmt: skip
     if shell is None or isinstance(shell, LocalShell):
         answer = program.verify(request)

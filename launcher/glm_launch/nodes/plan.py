@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from glm_launch.nodes.fabric import Choice
 from glm_launch.nodes.presets import tensor_parallel
+from glm_launch.nodes.ray_cluster import Ray
 from glm_launch.plan import LaunchPlan, RankPlan
 
 ENGINE = "vllm"
@@ -53,8 +54,11 @@ def over_nodes(
     *,
     watch_port: int = 29522,
     preset: str = "",
+    ray: Ray | None = None,
 ) -> LaunchPlan:
     """The plan with one container per place, the first of which is the head.
+
+    With `ray` the containers are nodes of a Ray cluster, on which vLLM places the ranks.
 
     Raises `ConfigurationError` when the ranks make no tensor parallelism that the model allows.
     """
@@ -66,11 +70,11 @@ def over_nodes(
     containers = []
     for number, place in enumerate(places):
         argv = [*shared, "--tensor-parallel-size", str(ranks)]
-        argv += ["--distributed-executor-backend", "mp"] if ranks > 1 else []
-        if len(places) > 1:
-            argv += ["--nnodes", str(len(places)), "--node-rank", str(number)]
-            argv += ["--master-addr", head.address, "--master-port", str(local.master_port)]
-        argv = without_api(argv) + ["--headless"] if number else argv
+        if ray:
+            argv = ray.arguments(without_api(argv) if number else argv)
+        else:
+            argv += _meeting(local, head.address, number, len(places), ranks)
+            argv = without_api(argv) + ["--headless"] if number else argv
         env = {name: value for name, value in template.env if name not in LOCAL_ONLY}
         env |= place.choice.environment(place.address) if len(places) > 1 else {}
         env |= {
@@ -80,6 +84,7 @@ def over_nodes(
         }  # fmt: skip
         env |= {"GLM_EXL3_DRAFTER_MANIFEST": drafter.digest} if drafter else {}
         env |= {"GLM_EXL3_PRESET": preset} if preset else {}
+        env |= ray.environment(place.address, place.ranks) if ray else {}
         containers.append(
             RankPlan(
                 rank=number,
@@ -98,6 +103,15 @@ def over_nodes(
         ranks=tuple(containers),
         start_order=(*range(1, len(places)), 0),
     )
+
+
+def _meeting(local: LaunchPlan, head: str, number: int, nodes: int, ranks: int) -> list[str]:
+    """Where the ranks of `mp` meet."""
+    argv = ["--distributed-executor-backend", "mp"] if ranks > 1 else []
+    if nodes > 1:
+        argv += ["--nnodes", str(nodes), "--node-rank", str(number)]
+        argv += ["--master-addr", head, "--master-port", str(local.master_port)]
+    return argv
 
 
 API_FLAGS = {

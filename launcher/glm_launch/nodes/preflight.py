@@ -22,6 +22,7 @@ MIN_PYTHON = (3, 8)
 CAPABILITIES = ("8.0", "9.0", "12.0", "12.1")
 DISK_MARGIN = 1.1
 MIN_INODES = 1000
+HELD = frozenset({"port-in-use", "too-little-memory", "gpu-in-use"})
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,22 @@ def check_containers(facts: NodeFacts, needs: Needs) -> list[Finding]:
         )
         for one in _running(facts)
         if PROJECT_LABEL in one.labels and one.labels.get(OWNER_LABEL) != needs.owner
+    ]
+
+
+def unknown_containers(nodes: Sequence[NodeFacts], owner: str, generation: str) -> list[Finding]:
+    """Running containers of this user that are not of the launch that is known here."""
+    return [
+        Finding(
+            "unknown-container",
+            f"{facts.host}: container {one.name} is yours and runs, and its launch "
+            f"{one.labels.get(GENERATION_LABEL, '?')} is not the one known here",
+            "its name, ports and memory are taken",
+            f"stop it from where it was started, or on {facts.host}: docker rm -f {one.name}",
+        )
+        for facts in nodes
+        for one in _running(facts)
+        if one.labels.get(OWNER_LABEL) == owner and one.labels.get(GENERATION_LABEL) != generation
     ]
 
 

@@ -38,11 +38,18 @@ class Done:
     def ok(self) -> bool:
         return self.code == 0
 
+    @property
+    def last_words(self) -> str:
+        """The last line of stderr, or the exit code of a command that said nothing."""
+        return (self.err.strip().splitlines() or [f"exit code {self.code}"])[-1]
+
 
 class Shell(Protocol):
     """Commands on one node."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What the node is called in messages."""
 
     def argv(self, command: Sequence[str]) -> list[str]:
         """What to execute on this machine so that `command` runs on the node."""
@@ -52,11 +59,11 @@ class Shell(Protocol):
 
 
 def execute(argv: Sequence[str], stdin: str, timeout_s: float) -> Done:
-    """Run here; a missing program is code 127, a late one TIMED_OUT."""
+    """Run here, in the root folder; a missing program is code 127, a late one TIMED_OUT."""
     try:
         done = subprocess.run(
             argv, check=False, input=stdin, capture_output=True, text=True, timeout=timeout_s,
-            errors="replace",
+            errors="replace", cwd="/",
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return Done(TIMED_OUT, "", f"no answer within {timeout_s:g} s")
@@ -156,7 +163,7 @@ CAUSES = (
 
 def classify(done: Done, target: str) -> Finding:
     """What went wrong with ssh itself, from what it said."""
-    last = (done.err.strip().splitlines() or [f"exit code {done.code}"])[-1]
+    last = done.last_words
     for cause in CAUSES:
         if re.search(cause.pattern, done.err, re.MULTILINE):
             return Finding(

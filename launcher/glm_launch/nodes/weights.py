@@ -84,7 +84,7 @@ def ensure(
     """
     if source.is_folder:
         return _ensure_folder(source, store, policy)
-    known = None if policy.refresh else _stored(source, store)
+    known = None if policy.refresh else stored(source, store)
     problems: tuple[Problem, ...] = ()
     if known is not None:
         model = _model(known, store)
@@ -94,7 +94,7 @@ def ensure(
     if policy.skip_download:
         seen = summary(problems) if known else "its manifest was never fetched"
         raise RefusedError(_incomplete(source.repo, "this machine", seen, "unset SKIP_DOWNLOAD"))
-    known = _fetch_manifest(source, store, say)
+    known = fetch_manifest(source, store, say)
     model = _model(known, store)
     problems = _verify(model, store, policy)
     if problems:
@@ -109,7 +109,7 @@ def ensure(
 
 def _ensure_folder(source: Source, store: Store, policy: Policy) -> Model:
     folder = Path(source.repo).expanduser().resolve()
-    path = store.manifest_path(str(folder).strip("/"), "local")
+    path = folder_manifest(folder, store)
     known = None if policy.refresh else Manifest.load(path)
     if known is None:
         known = manifests.of_folder(folder)
@@ -121,7 +121,13 @@ def _ensure_folder(source: Source, store: Store, policy: Policy) -> Model:
     return model
 
 
-def _stored(source: Source, store: Store) -> Manifest | None:
+def folder_manifest(folder: Path, store: Store) -> Path:
+    """Where the manifest of a folder that is not of the hub is kept."""
+    return store.manifest_path(str(folder).strip("/"), "local")
+
+
+def stored(source: Source, store: Store) -> Manifest | None:
+    """The manifest that an earlier run fetched, or None."""
     for repo in filter(None, (source.repo, source.fallback)):
         found = Manifest.load(store.manifest_path(repo, source.revision))
         if found is not None:
@@ -142,7 +148,7 @@ def _verify(model: Model, store: Store, policy: Policy) -> tuple[Problem, ...]:
     return done.problems
 
 
-def _fetch_manifest(source: Source, store: Store, say: Callable[[str], None]) -> Manifest:
+def fetch_manifest(source: Source, store: Store, say: Callable[[str], None]) -> Manifest:
     """Ask the hub, then the fallback repository, what the files must be."""
     from huggingface_hub import HfApi
 

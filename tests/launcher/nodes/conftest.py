@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+import socket
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=lab)
     items[:] = [one for one in items if one not in lab]
 
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_cluster import Nodes  # noqa: E402
 
 KITS = Path(__file__).parents[2] / "fixtures" / "nodes"
 Change = Callable[[dict[str, Any]], None]
@@ -58,3 +64,22 @@ def load(name: str) -> Kit:
 @pytest.fixture
 def kit() -> Callable[[str], Kit]:
     return load
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    found = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return found
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    """A head and a worker made of folders."""
+    made = Nodes(tmp_path / "nodes", ("head", "w1"))
+    made.make(*free_ports(3))
+    yield made
+    made.close()

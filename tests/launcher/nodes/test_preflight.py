@@ -131,6 +131,15 @@ def test_what_is_ours_or_stopped_or_elsewhere_does_not_refuse(kit) -> None:
     assert seen.findings == () and seen.warnings[0].code == "foreign-container"
 
 
+def test_f13_a_container_of_ours_that_this_launch_does_not_know_is_told(kit) -> None:
+    nodes = kit("gb10-pair").with_(docker(containers=[container(NEEDS.owner)])).nodes
+    (warning,) = preflight.unknown_containers(nodes, NEEDS.owner, "g2")
+    assert "container box is yours and runs, and its launch g1" in warning.seen
+    assert "docker rm -f box" in warning.fix
+    assert preflight.unknown_containers(nodes, NEEDS.owner, "g1") == []
+    assert preflight.unknown_containers(nodes, "eve@x", "g2") == []
+
+
 def test_other_drivers_are_a_warning(kit) -> None:
     seen = report(kit("gb10-pair").with_(gpu(driver="590.1")))
     assert seen.findings == () and "spark-b 590.1" in seen.warnings[0].seen

@@ -164,21 +164,23 @@ def docker(images: list[str]) -> dict[str, Any]:
 
 def image(name: str) -> list[dict[str, Any]]:
     """What makes two images the same: platform, layers and configuration, not the id."""
-    found = []
-    for entry in table("docker", "image", "inspect", name):
-        config = entry.get("Config") or {}
-        kept = {
-            key: config.get(key)
-            for key in ("Cmd", "Entrypoint", "Env", "ExposedPorts", "Labels", "User", "WorkingDir")
-        }
-        text = json.dumps(kept, sort_keys=True).encode()
-        found.append({
-            "name": name, "os": entry.get("Os"), "arch": entry.get("Architecture"),
-            "layers": (entry.get("RootFS") or {}).get("Layers") or [],
-            "labels": config.get("Labels") or {}, "config": hashlib.sha256(text).hexdigest()[:16],
-            "digests": entry.get("RepoDigests") or [], "bytes": entry.get("Size"),
-        })  # fmt: skip
-    return found
+    return [image_facts(name, entry) for entry in table("docker", "image", "inspect", name)]
+
+
+def image_facts(name: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """One entry of `docker image inspect`."""
+    config = entry.get("Config") or {}
+    kept = {
+        key: config.get(key)
+        for key in ("Cmd", "Entrypoint", "Env", "ExposedPorts", "Labels", "User", "WorkingDir")
+    }
+    text = json.dumps(kept, sort_keys=True).encode()
+    return {
+        "name": name, "os": entry.get("Os"), "arch": entry.get("Architecture"),
+        "layers": (entry.get("RootFS") or {}).get("Layers") or [],
+        "labels": config.get("Labels") or {}, "config": hashlib.sha256(text).hexdigest()[:16],
+        "digests": entry.get("RepoDigests") or [], "bytes": entry.get("Size"),
+    }  # fmt: skip
 
 
 def containers() -> list[dict[str, Any]]:
@@ -193,6 +195,15 @@ def containers() -> list[dict[str, Any]]:
             "created": entry.get("Created"), "gpus": bool(requests),
         })  # fmt: skip
     return found
+
+
+def nccl() -> str:
+    """The libnccl.so.2 that the dynamic loader of this machine would take."""
+    for line in run("ldconfig", "-p").stdout.splitlines():
+        name, arrow, path = line.partition(" => ")
+        if arrow and name.split()[:1] == ["libnccl.so.2"]:
+            return path.strip()
+    return ""
 
 
 def path_facts(text: str) -> dict[str, Any]:
@@ -248,14 +259,16 @@ def address(text: str) -> str:
 def gather(request: dict[str, Any]) -> dict[str, Any]:
     root = Path(request.get("root", "/"))
     release = dict(re.findall(r'^(\w+)="?([^"\n]*)', read(root / "etc/os-release"), re.MULTILINE))
+    seen = docker(request.get("images", []))
+    paths = [*request.get("paths", []), *filter(None, [seen.get("root")])]
     return {
         "schema": SCHEMA, "host": platform.node(), "arch": platform.machine(),
         "system": release.get("PRETTY_NAME", ""), "kernel": platform.release(),
         "python": platform.python_version(), "user": os.environ.get("USER", ""), "uid": os.getuid(),
         "home": str(Path.home()), "cores": os.cpu_count(), "memory": memory(root),
         "rsync": shutil.which("rsync") is not None, "gpus": gpus(), "nics": nics(root),
-        "hcas": hcas(root), "docker": docker(request.get("images", [])),
-        "paths": [path_facts(path) for path in request.get("paths", [])],
+        "hcas": hcas(root), "docker": seen, "paths": [path_facts(path) for path in paths],
+        "nccl": nccl(),
         "listening": listening(root),
     }  # fmt: skip
 
