@@ -32,18 +32,28 @@ def sharded(tensors: dict[str, Tensor], limit: int = SHARD_BYTES) -> list[dict[s
     return shards
 
 
+def save_whole(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a file so that it is never seen half written."""
+    partial = file.with_suffix(".tmp")
+    save_file(tensors, partial, {"format": "pt"})
+    partial.replace(file)
+
+
 def save_training(
     folder: Path, target: nn.Module, predictor: nn.Module, drafter: nn.Module | None
 ) -> None:
     """Write `target-N.safetensors` and, if given, `drafter.safetensors`, each replaced whole."""
     tensors = checkpoint_tensors(target, predictor, len(target.layers))
-    parts = {f"target-{n}": shard for n, shard in enumerate(sharded(tensors))}
+    for number, shard in enumerate(sharded(tensors)):
+        save_whole(folder / f"target-{number}.safetensors", shard)
     if drafter is not None:
-        parts["drafter"] = {name: stored(name, t) for name, t in drafter.state_dict().items()}
-    for stem, shard in parts.items():
-        partial = folder / f"{stem}.tmp"
-        save_file(shard, partial, {"format": "pt"})
-        partial.replace(folder / f"{stem}.safetensors")
+        save_drafter(folder, drafter)
+
+
+def save_drafter(folder: Path, drafter: nn.Module) -> None:
+    """Write `drafter.safetensors`, replaced whole."""
+    tensors = {name: stored(name, tensor) for name, tensor in drafter.state_dict().items()}
+    save_whole(folder / "drafter.safetensors", tensors)
 
 
 def load_shards(folder: Path, stem: str) -> dict[str, Tensor]:

@@ -191,15 +191,18 @@ class Drafter(nn.Module):
         )
         self.candidate_selector = CandidateSelector(geometry)
 
+    def read(self, taps: list[Tensor]) -> list[Tensor]:
+        """Of the target's hidden states before and after each layer, those it takes."""
+        return [taps[index + 1] for index in self.geometry.draft.target_layer_ids]
+
     def forward(
         self, taps: list[Tensor], tokens: Tensor, anchors: Tensor, embedding: Tensor
     ) -> Tensor:
         """Normed hidden `[B, A, 8, H]` of the blocks that begin at `anchors` `[A]`.
 
-        `taps` are the target's hidden states after each layer `[B, T, H]`, tokens `[B, T]`.
+        `taps` are the hidden states `[B, T, H]` that `read` picks, tokens `[B, T]`.
         """
-        used = [taps[index + 1] for index in self.geometry.draft.target_layer_ids]
-        context = self.hidden_norm(self.fc(torch.cat(used, dim=-1)))
+        context = self.hidden_norm(self.fc(torch.cat(taps, dim=-1)))
         shape = tokens.shape[0], anchors.numel(), BLOCK
         blocks = torch.full(shape, self.geometry.mask_token_id, device=tokens.device)
         blocks[:, :, 0] = tokens[:, anchors]

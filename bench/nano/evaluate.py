@@ -9,6 +9,7 @@ step would have accepted (the bonus token not counted).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,25 @@ from torch import Tensor
 
 from nano import kda
 from nano.data import Batch, Stream, Streams
+from nano.decode import generate
 from nano.dialogue import OPEN
 from nano.drafter import BLOCK, Drafter, walk
 from nano.layers import Selection
 from nano.model import Nano, Predictor
 
 SPARSE, DENSE, BLIND = Selection(sparse=True), Selection(), Selection(blind=True)
+PROMPT_TOKENS, NEW_TOKENS = 192, 128
 QUESTIONS = (
     "What does json.dumps do?",
     "What is the gzip module for?",
     "How do I use os.path.join()?",
     "Who are you?",
 )
+
+
+def mixed(device: torch.device) -> torch.autocast:
+    """BF16 autocast on a GPU; on the CPU, where it is slow, none."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def held_out_windows(stream: Stream, length: int, limit: int) -> Tensor:
@@ -41,10 +49,10 @@ def held_out_windows(stream: Stream, length: int, limit: int) -> Tensor:
 
 
 def logits_of(target: Nano, tokens: Tensor, selection: Selection) -> Tensor:
-    """Logits `[B, T, V]` under bf16 autocast; T is padded to whole chunks inside."""
+    """Logits `[B, T, V]`, BF16 autocast on a GPU; T is padded to whole chunks inside."""
     length = tokens.shape[1]
     padded = F.pad(tokens, (0, -length % kda.CHUNK))
-    with torch.autocast(tokens.device.type, torch.bfloat16):
+    with mixed(tokens.device):
         hidden = target(padded, selection).hidden[:, :length]
         return F.linear(hidden, target.lm_head.weight.to(hidden.dtype))
 
@@ -76,37 +84,34 @@ def needle_share(target: Nano, needles: Batch, selection: Selection) -> float:
     return right / max(1, right + wrong)
 
 
-def continued(target: Nano, prompts: Tensor, count: int, temperature: float = 0.0) -> Tensor:
-    """Prompts `[B, P]` with `count` more tokens, without a cache."""
-    tokens = prompts
-    for _ in range(count):
-        last = logits_of(target, tokens, SPARSE)[:, -1].float()
-        if temperature > 0:
-            token = torch.multinomial((last / temperature).softmax(-1), 1)
-        else:
-            token = last.argmax(-1, keepdim=True)
-        tokens = torch.cat([tokens, token], dim=1)
-    return tokens
+Walks = Sequence[tuple[int, int]]
+"""Per text: accepted drafts and steps."""
 
 
-def accepted_per_step(correct: Tensor, begin: int) -> float:
-    """Mean accepted drafts a step: correct `[B, T, K]`, walks start at `begin`."""
+def accepted(correct: Tensor, begin: int) -> Walks:
+    """Walks over correct `[B, T, K]` that start at `begin`."""
     runs = correct.int().cumprod(-1).sum(-1).tolist()
-    taken = []
+    walks = []
     for row in runs:
-        position = begin
+        position, total, steps = begin, 0, 0
         while position < len(row):
-            taken.append(row[position])
+            total, steps = total + row[position], steps + 1
             position += 1 + row[position]
-    return sum(taken) / max(1, len(taken))
+        walks.append((total, steps))
+    return walks
 
 
-def predictor_acceptance(target: Nano, predictor: Predictor, tokens: Tensor, begin: int) -> float:
-    """Accepted drafts a step of two MTP drafts on the greedy texts `[B, T]`."""
+def per_step(walks: Walks) -> float:
+    """Mean accepted drafts a step."""
+    return sum(total for total, _ in walks) / max(1, sum(steps for _, steps in walks))
+
+
+def predictor_walks(target: Nano, predictor: Predictor, tokens: Tensor, begin: int) -> Walks:
+    """Accepted drafts and steps of two MTP drafts on the greedy texts `[B, T]`."""
     length = tokens.shape[1]
     padded = F.pad(tokens, (0, -length % kda.CHUNK))
     head = target.lm_head.weight
-    with torch.autocast(tokens.device.type, torch.bfloat16):
+    with mixed(tokens.device):
         state = target(padded, SPARSE).hidden
         embedded = target.embed_tokens(padded).to(state.dtype)
         correct = []
@@ -115,35 +120,37 @@ def predictor_acceptance(target: Nano, predictor: Predictor, tokens: Tensor, beg
             state = predictor(shifted, state, SPARSE)
             drafts = F.linear(state, head.to(state.dtype)).argmax(-1)
             correct.append(drafts[:, : length - 3] == tokens[:, step + 1 : step + 1 + length - 3])
-    return accepted_per_step(torch.stack(correct, -1), begin - 1)
+    return accepted(torch.stack(correct, -1), begin - 1)
 
 
-def drafter_acceptance(target: Nano, drafter: Drafter, tokens: Tensor, begin: int) -> float:
-    """Accepted drafts a step of seven DFlash2 drafts on the greedy texts `[B, T]`."""
+def drafter_walks(target: Nano, drafter: Drafter, tokens: Tensor, begin: int) -> Walks:
+    """Accepted drafts and steps of seven DFlash2 drafts on the greedy texts `[B, T]`."""
     length = tokens.shape[1]
     padded = F.pad(tokens, (0, -length % kda.CHUNK))
     anchors = torch.arange(begin, length - BLOCK, device=tokens.device)
-    with torch.autocast(tokens.device.type, torch.bfloat16):
+    with mixed(tokens.device):
         taps = target(padded, SPARSE, want_taps=True).taps
-        hidden = drafter(taps, padded, anchors, target.embed_tokens.weight)
+        hidden = drafter(drafter.read(taps), padded, anchors, target.embed_tokens.weight)
         drafts = walk(drafter, hidden, padded[:, anchors], target.lm_head.weight)
     offsets = anchors[:, None] + 1 + torch.arange(BLOCK - 1, device=tokens.device)
-    return accepted_per_step(drafts == padded[:, offsets], 0)
+    return accepted(drafts == padded[:, offsets], 0)
 
 
 def answers(
     target: Nano, tokenizer: Tokenizer, device: torch.device, count: int = 96
 ) -> dict[str, str]:
     """Greedy answers to a few questions in the chat format."""
-    result = {}
-    for question in QUESTIONS:
-        text = f"{OPEN}<|user|>{question}<|assistant|><think>"
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        tokens = continued(target, torch.tensor([ids], device=device), count)
-        result[question] = tokenizer.decode(
-            tokens[0, len(ids) :].tolist(), skip_special_tokens=False
-        )
-    return result
+    texts = [f"{OPEN}<|user|>{question}<|assistant|><think>" for question in QUESTIONS]
+    ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    lengths = torch.tensor([len(row) for row in ids], device=device)
+    prompts = torch.zeros(len(ids), int(lengths.max()), dtype=torch.long, device=device)
+    for row, own in enumerate(ids):
+        prompts[row, : len(own)] = torch.tensor(own, device=device)
+    made = generate(target, prompts, lengths, prompts.shape[1] + count).tolist()
+    return {
+        question: tokenizer.decode(made[row][len(ids[row]) :], skip_special_tokens=False)
+        for row, question in enumerate(QUESTIONS)
+    }
 
 
 @torch.no_grad()
@@ -155,25 +162,30 @@ def evaluate(
     out: Path,
     tokenizer_file: Path,
     windows: int = 96,
-    prompts: int = 48,
+    prompts: int = 96,
 ) -> dict[str, Any]:
     """Compute the figures, write them to `out/evaluation.json` and return them."""
     target.eval(), predictor.eval(), drafter.eval()
     length = streams.needles.weights.shape[1]
     held = held_out_windows(streams.held_out, length, windows)
     few = min(prompts, held.shape[0])
-    texts = continued(target, held[:few, :192], 128)
+    start = torch.full((few,), PROMPT_TOKENS, device=held.device)
+    texts = generate(target, held[:few, :PROMPT_TOKENS], start, PROMPT_TOKENS + NEW_TOKENS)
+    parts = texts.split(48)
+    mtp = [w for part in parts for w in predictor_walks(target, predictor, part, PROMPT_TOKENS)]
+    dflash = [w for part in parts for w in drafter_walks(target, drafter, part, PROMPT_TOKENS)]
     figures = {
         "bf16_loss": mean_loss(target, held, SPARSE),
         "dense_loss": mean_loss(target, held, DENSE),
         "needle": needle_share(target, streams.held_out_needles, SPARSE),
         "needle_dense": needle_share(target, streams.held_out_needles, DENSE),
         "needle_random_pools": needle_share(target, streams.held_out_needles, BLIND),
-        "acceptance_mtp": predictor_acceptance(target, predictor, texts, 192),
-        "acceptance_dflash": drafter_acceptance(target, drafter, texts, 192),
+        "acceptance_mtp": per_step(mtp),
+        "acceptance_dflash": per_step(dflash),
         "held_out_tokens": held[:, 1:].numel(),
     }
     print(json.dumps(figures), flush=True)
+    figures |= {"walks_mtp": mtp, "walks_dflash": dflash}
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     figures["answers"] = answers(target, tokenizer, held.device)
     figures["samples"] = [tokenizer.decode(row[150:].tolist()) for row in texts[:4]]

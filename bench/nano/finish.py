@@ -1,17 +1,15 @@
-"""From a trained target to measured EXL3 variants: drafter, Hessians, packing, KL.
+"""From a trained target to measured EXL3 variants: Hessians, packing, KL.
 
-`python -m nano.finish --resume DIR --corpus DIR --tokenizer FILE --out DIR` trains the drafter on
-the target of `DIR`, quantises every recipe with and without Hessians, and measures each against the
-BF16 model on held-out text. Writes `drafter.safetensors`, one `RECIPE.safetensors` with the packed
-tensors each, and `figures.json`. `nano.folders` makes the checkpoint folders from these.
+`python -m nano.finish --resume DIR --scratch FILE --out DIR` quantises the target of `DIR` by every
+recipe with and without Hessians and measures each against the BF16 model on held-out text. Writes
+one `RECIPE.safetensors` with the packed tensors each, and `figures.json`. `nano.folders` makes the
+checkpoint folders from these.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,41 +24,55 @@ from glm_exl3.ref.quantize import Encoder
 from glm_exl3.ref.tiny.twin import decode_modules, split_kda
 from nano import data, viterbi
 from nano.calibration import Hessians, collect
-from nano.checkpoint import fill, load_shards, load_training, save_training
-from nano.drafter import Drafter, DrafterGeometry
-from nano.evaluate import SPARSE, evaluate, held_out_windows, logits_of, mean_loss, needle_share
+from nano.checkpoint import fill, load_shards
+from nano.evaluate import SPARSE, held_out_windows, logits_of, mean_loss, needle_share
 from nano.export import stored
 from nano.geometry import nano_geometry
 from nano.model import Nano, Predictor
 from nano.packing import RECIPES, Packed, pack, packed_checkpoint
-from nano.train import Plan, train_drafter
 
 CALIBRATION_BATCHES = 8
 
 
-def divergence(reference: Nano, other: Nano, windows: Tensor) -> float:
-    """Mean KL(reference || other) in nats per token over windows `[N, T + 1]`."""
+def calibration_batches(streams: data.Streams) -> list[Tensor]:
+    """Training rows `[16, 2048]`, the same for every use on one kind of device."""
+    generator = torch.Generator(streams.documents.tokens.device).manual_seed(8)
+    return [
+        data.batch(streams, (12, 4, 0), 2048, generator).tokens[:, :-1]
+        for _ in range(CALIBRATION_BATCHES)
+    ]
+
+
+def divergence(reference: Nano, other: Nano, windows: Tensor) -> Tensor:
+    """Mean KL(reference || other) in nats per token of each window, `[N]`, for `[N, T + 1]`."""
     parts = []
     for window in windows.split(4):
         first = logits_of(reference, window[:, :-1], SPARSE).float().log_softmax(-1)
         second = logits_of(other, window[:, :-1], SPARSE).float().log_softmax(-1)
-        parts.append((first.exp() * (first - second)).sum(-1).mean())
-    return torch.stack(parts).mean().item()
+        parts.append((first.exp() * (first - second)).sum(-1).mean(-1))
+    return torch.cat(parts)
 
 
 def unpacked(tensors: dict[str, Tensor], packed: Packed, name: str) -> dict[str, Tensor]:
-    """The checkpoint a reader of the packed one computes with, under the unpacked names."""
+    """The checkpoint a reader of the packed one computes with, under the unpacked names.
+
+    Decoded where `tensors` are.
+    """
+    device = next(iter(tensors.values())).device
     complete = packed_checkpoint(tensors, packed, RECIPES[name])
-    return split_kda(decode_modules(complete, torch.float32))
+    moved = {name: tensor.to(device) for name, tensor in complete.items()}
+    return split_kda(decode_modules(moved, torch.float32))
 
 
 @torch.no_grad()
 def measured(
     reference: Nano, other: tuple[Nano, Predictor], streams: data.Streams, windows: Tensor
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Figures of one variant."""
+    each = divergence(reference, other[0], windows)
     return {
-        "kl": divergence(reference, other[0], windows),
+        "kl": each.mean().item(),
+        "kl_by_window": [round(value, 6) for value in each.tolist()],
         "loss": mean_loss(other[0], windows, SPARSE),
         "needle": needle_share(other[0], streams.held_out_needles, SPARSE),
     }
@@ -86,13 +98,14 @@ class Workshop:
         moved = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         for name, recipe in RECIPES.items():
             begin = time.monotonic()
-            packed = pack(moved, recipe, hessians, self.encoder, lambda line: None)
-            fill(unpacked(self.tensors, packed, name), *other)
+            packed = pack(moved, recipe, hessians, self.encoder)
+            fill(unpacked(moved, packed, name), *other)
             found = measured(self.models[0], other, self.streams, windows)
             found["bits"] = bits_per_weight(packed)
             label = name if hessians is not None else f"{name} without Hessian"
             self.figures[label] = found
-            print(label, found, f"{time.monotonic() - begin:.0f} s", flush=True)
+            brief = {key: value for key, value in found.items() if key != "kl_by_window"}
+            print(label, brief, f"{time.monotonic() - begin:.0f} s", flush=True)
             if hessians is not None:
                 save_file(packed.tensors, self.out / f"{name}.safetensors", {"format": "pt"})
             (self.out / "figures.json").write_text(json.dumps(self.figures, indent=1) + "\n")
@@ -109,10 +122,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    for name in ("resume", "corpus", "tokenizer", "out", "scratch"):
+    for name in ("resume", "out", "scratch"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--drafter-seconds", type=float, default=60.0)
-    parser.add_argument("--every", type=int, default=4)
     return parser.parse_args()
 
 
@@ -121,11 +132,6 @@ def main() -> None:
     begin = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     given.out.mkdir(parents=True, exist_ok=True)
-    prepare = [sys.executable, "-m", "nano.data", given.corpus, given.tokenizer, given.scratch,
-               "2048", "500", str(given.every)]  # fmt: skip
-    reading = subprocess.Popen(prepare)
-    torch.manual_seed(12)
-    torch.set_float32_matmul_precision("high")
     encoder: Encoder = viterbi.encode
     try:
         viterbi.check(device)
@@ -133,36 +139,17 @@ def main() -> None:
         print(f"encoding with the reference: {error}", flush=True)
         encoder = encode_tiles
     print(f"encoder checked after {time.monotonic() - begin:.0f} s", flush=True)
-    geometry = nano_geometry()
-    target, predictor = Nano(geometry.text).to(device), Predictor(geometry.text).to(device)
-    drafter = Drafter(DrafterGeometry.of(geometry)).to(device)
-    load_training(given.resume, target, predictor, drafter)
+    text = nano_geometry().text
+    target, predictor = Nano(text).to(device).eval(), Predictor(text).to(device).eval()
     loaded = load_shards(given.resume, "target-")
     tensors = {name: stored(name, tensor) for name, tensor in loaded.items()}
     fill(tensors, target, predictor)
-    if reading.wait():
-        raise SystemExit("reading the corpus failed")
     streams = data.loaded(given.scratch, device)
-    print(f"start after {time.monotonic() - begin:.0f} s", flush=True)
-    target.eval()
-    predictor.eval()
-    generator = torch.Generator(device).manual_seed(8)
-    batches = [
-        data.batch(streams, (12, 4, 0), 2048, generator).tokens[:, :-1]
-        for _ in range(CALIBRATION_BATCHES)
-    ]
-    hessians = collect(target, predictor, batches)
+    torch.set_float32_matmul_precision("high")
+    hessians = collect(target, predictor, calibration_batches(streams))
     torch.set_float32_matmul_precision("highest")
     workshop = Workshop((target, predictor), tensors, streams, encoder, given.out)
     workshop.variants(hessians)
-    torch.set_float32_matmul_precision("high")
-    plan = Plan((10, 4, 2), 2048, 0.0, given.drafter_seconds, given.out, device)
-    train_drafter(target, drafter, streams, plan)
-    save_training(given.out, target, predictor, drafter)
-    for path in given.out.glob("target-*.safetensors"):
-        path.unlink()
-    evaluate(target, predictor, drafter, streams, given.out, given.tokenizer)
-    torch.set_float32_matmul_precision("highest")
     workshop.variants(None)
     print(f"done after {time.monotonic() - begin:.0f} s", flush=True)
 

@@ -78,3 +78,24 @@ def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
         special = any(part in name for part in adam_only)
         (rest if special or parameter.ndim < 2 else matrices).append(parameter)
     return matrices, rest
+
+
+class Optimiser:
+    """Muon and Adam over one or more modules, stepped with one factor on `rates` (Muon, Adam)."""
+
+    def __init__(self, modules: list[nn.Module], rates: tuple[float, float]) -> None:
+        split = [split_parameters(module) for module in modules]
+        self.rates = rates
+        self.muon = Muon([p for matrices, _ in split for p in matrices])
+        rest = [p for _, others in split for p in others]
+        self.adam = torch.optim.Adam(rest, betas=(0.9, 0.98), eps=1e-10, fused=rest[0].is_cuda)
+        self.modules = modules
+
+    def step(self, factor: float) -> None:
+        """Apply the gradients and clear them."""
+        self.muon.step(self.rates[0] * factor, decay=0.02)
+        for group in self.adam.param_groups:
+            group["lr"] = self.rates[1] * factor
+        self.adam.step()
+        for module in self.modules:
+            module.zero_grad(set_to_none=True)

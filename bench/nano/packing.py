@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from glm_exl3.format.layout import Codebook
-from glm_exl3.ref.quantize import Encoder, quantize_group
+from glm_exl3.ref.quantize import Encoder, Exl3Tensors, quantize_group
 from glm_exl3.ref.tiny.recipe import Recipe, Role
 from nano.calibration import Hessians
 
+Quantiser = Callable[..., list[Exl3Tensors]]
 _KDA_PARTS = ("q_proj", "k_proj", "v_proj")
 _ROLES = (
     (re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj$"), Role.EXPERT),
@@ -117,11 +118,14 @@ def pack(
     recipe: Recipe,
     hessians: Hessians | None,
     encoder: Encoder,
-    progress: Callable[[str], None],
+    quantiser: Quantiser = quantize_group,
 ) -> Packed:
-    """Quantise everything the recipe packs; seeds follow the position, gate and up share theirs."""
+    """Quantise everything the recipe packs; seeds follow the name, gate and up share theirs.
+
+    `quantiser` may be replaced by another with the signature of `quantize_group`.
+    """
     done = Packed()
-    for number, job in enumerate(jobs(tensors, recipe)):
+    for job in jobs(tensors, recipe):
         weights = [
             torch.cat([tensors[f"{source}.weight"] for source in sources]).T.float()
             for sources in job.sources
@@ -129,15 +133,13 @@ def pack(
         source = job.sources[0][0]
         hessian = None if hessians is None else hessians[source]
         seed = sum(map(ord, re.sub(r"up_proj$", "gate_proj", job.modules[0]))) * 1000
-        results = quantize_group(
+        results = quantiser(
             weights, job.bits, recipe.codebook, hessian=hessian, seed=seed, encoder=encoder
         )
         for module, result in zip(job.modules, results, strict=True):
             named = result.state_dict(module)
-            done.tensors |= {name: tensor.cpu() for name, tensor in named.items()}
+            done.tensors |= {name: tensor.cpu().clone() for name, tensor in named.items()}
         done.replaced |= {name for sources in job.sources for name in sources}
-        if number % 20 == 0:
-            progress(f"{job.modules[0]} at K={job.bits}")
     return done
 
 

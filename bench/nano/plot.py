@@ -53,7 +53,7 @@ def draw(out: Path, lines: list[dict[str, Any]], baseline: float) -> None:
             steps, values = zip(*found, strict=True)
             axis.plot(steps, smoothed(list(values)), label=label)
     upper.axhline(baseline, color="grey", linestyle="--", label="5-gram on held-out text")
-    upper.set_ylim(1.0, 4.0)
+    upper.set_ylim(0.5, 4.0)
     for axis in (upper, lower):
         axis.set_xlabel("step")
         axis.set_ylabel("nats a token")
