@@ -6,7 +6,8 @@
 The head waits for all workers at the master port, then answers /health, /v1/models, /metrics and
 /v1/completions. A worker that goes away is noticed at the next request, which gets 500, and the
 head then ends with code 0: vLLM does that. `POST /fake` with {"do": "crash"|"exit"|"stall"} causes
-trouble; FAKE_TROUBLE=crash-at-start ends a rank before it joins.
+trouble; FAKE_TROUBLE=crash-at-start ends a rank before it joins, =hang never lets it, =stall lets
+the head begin stalled.
 """
 
 import argparse
@@ -18,6 +19,8 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+STEP_S = 10.0
+
 
 def say(text: str) -> None:
     print(f"INFO {text}", flush=True)
@@ -28,18 +31,28 @@ class State:
     tokens = 0
     running = 0
     stalled = False
+    lock = threading.Lock()
 
     @classmethod
     def whole(cls) -> bool:
-        for worker in cls.workers:
-            worker.settimeout(2)
-            try:
-                worker.sendall(b"step\n")
-                if worker.recv(16) == b"":
-                    return False
-            except OSError:
-                return False
-        return True
+        """One step of all ranks; one at a time, or a request takes the answer of another."""
+        with cls.lock:
+            return all(map(cls.steps, cls.workers))
+
+    @staticmethod
+    def steps(worker: socket.socket) -> bool:
+        worker.settimeout(STEP_S)
+        try:
+            worker.sendall(b"step\n")
+            return worker.recv(16) != b""
+        except OSError:
+            return False
+
+    @classmethod
+    def count(cls, running: int, tokens: int = 0) -> None:
+        with cls.lock:
+            cls.running += running
+            cls.tokens += tokens
 
 
 class Api(BaseHTTPRequestHandler):
@@ -52,6 +65,7 @@ class Api(BaseHTTPRequestHandler):
         elif self.path == "/metrics":
             text = (
                 f"vllm:num_requests_running {State.running}\n"
+                "vllm:num_requests_waiting 0\n"
                 f"vllm:iteration_tokens_total_count {State.tokens}\n"
             )
             self.reply(200, text)
@@ -75,15 +89,14 @@ class Api(BaseHTTPRequestHandler):
         return good
 
     def complete(self, body: dict) -> None:
-        State.running += 1
+        State.count(1)
         while State.stalled:
             time.sleep(0.1)
         if not State.whole():
             self.reply(500, {"error": "EngineDeadError: a worker is gone"})
             print("ERROR EngineDeadError: a worker is gone", flush=True)
             os._exit(0)
-        State.tokens += 1
-        State.running -= 1
+        State.count(-1, 1)
         count = int(body.get("max_tokens", 4))
         self.reply(
             200, {"choices": [{"text": "lab " * count}], "usage": {"completion_tokens": count}}
@@ -104,6 +117,10 @@ class Api(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_: object) -> None: ...
+
+
+def ready() -> None:
+    """What `busyrank.py` does once the API listens."""
 
 
 def meet(options: argparse.Namespace) -> None:
@@ -143,6 +160,9 @@ def main() -> None:
     options, _ = parser.parse_known_args()
     if os.environ.get("FAKE_TROUBLE") == "crash-at-start":
         sys.exit("RuntimeError: planted failure")
+    if os.environ.get("FAKE_TROUBLE") == "hang":
+        threading.Event().wait()
+    State.stalled = os.environ.get("FAKE_TROUBLE") == "stall"
     if options.headless:
         work(options)
     meet(options)
@@ -152,6 +172,7 @@ def main() -> None:
     server = ThreadingHTTPServer((options.host, options.port), Api)
     server.daemon_threads = True
     say("Application startup complete")
+    ready()
     server.serve_forever()
 
 

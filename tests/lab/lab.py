@@ -10,13 +10,11 @@ touched. Needs root and tests/lab/setup.sh.
 from __future__ import annotations
 
 import ctypes
-import io
 import json
 import os
 import shutil
 import signal
 import subprocess
-import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,10 +27,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CACHE = Path(os.environ.get("GLM_LAB_CACHE", ROOT / ".cache" / "lab"))
 ROOTFS = CACHE / "node"
+BASE = CACHE / "base.tar"
 FABRIC_MTU = 9000
 READY_S = 60.0
 IMAGE = "glm-exl3:lab"
-BROKEN_PLUGIN = "raise RuntimeError('planted import failure')\n"
+HOME = "/root"
 _CLONE_NEWNET = 0x40000000
 
 
@@ -41,6 +40,15 @@ def run(*argv: str, check: bool = True) -> str:
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def refusal() -> str:
+    """Why this machine lets nobody run a lab; empty when it does."""
+    if os.geteuid():
+        return "it needs root"
+    spaces = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork")
+    done = subprocess.run([*spaces, "true"], capture_output=True, text=True)
+    return f"namespaces are refused: {done.stderr.strip()}" if done.returncode else ""
 
 
 def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = READY_S) -> None:
@@ -116,9 +124,9 @@ class Node:
         (lab / "runc_shim.py").chmod(0o755)
         with (lab / "node.log").open("ab") as log:
             self.process = subprocess.Popen(
-                ["nsenter", f"--net=/run/netns/{self.space}", "unshare", "--mount", "--uts",
-                 "--ipc", "--pid", "--fork", "--kill-child", "sh", str(HERE / "node.sh"),
-                 str(ROOTFS), str(self.work), self.name],
+                ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net=/run/netns/{self.space}",
+                 "unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child",
+                 "sh", str(HERE / "node.sh"), str(ROOTFS), str(self.work), self.name],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
 
@@ -140,12 +148,26 @@ class Node:
         )
 
     def bring_in(self, *paths: Path) -> None:
-        """Show folders of this machine at the same place inside the node."""
+        """Show folders and files of this machine at the same place inside the node."""
         for path in paths:
             inside = self.work / "root" / str(path).lstrip("/")
             enter = ("nsenter", "--target", str(self.init), "--mount", "--")
-            run(*enter, "mkdir", "-p", str(inside))
+            run(*enter, "mkdir", "-p", str(inside if path.is_dir() else inside.parent))
+            if path.is_file():
+                run(*enter, "touch", str(inside))
             run(*enter, "mount", "--bind", str(path), str(inside))
+
+    def keep_images(self, folder: Path) -> None:
+        """Before power on: docker's data lies in `folder` and outlives the lab; see `shut_down`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.work.mkdir(parents=True)
+        (self.work / "docker").symlink_to(folder)
+
+    def shut_down(self) -> None:
+        """Let docker finish what it writes, then the power may go."""
+        script = "kill $(pidof dockerd) && while pidof dockerd; do sleep 0.1; done"
+        self.shell.run(["sh", "-c", script], timeout_s=60)
+        self.power_off()
 
     def power_off(self) -> None:
         """A power cut: every process of the node is gone at once."""
@@ -164,9 +186,10 @@ class Node:
         done = self.shell.run(["docker", "ps", "-aq", "--filter", "label=io.glm-exl3.project"])
         return done.out.split()
 
-    def load(self, image: Path, name: str = IMAGE, **changes: str) -> None:
-        """Import a tar as an image with the entry point of the real ones."""
-        shutil.copy2(image, self.work / "lab" / "image.tar")
+    def load(self, image: Path | None = None, name: str = IMAGE, **changes: str) -> None:
+        """Import a tar, or the last one again, with the entry point of the real images."""
+        if image:
+            shutil.copy2(image, self.work / "lab" / "image.tar")
         settings = {
             "ENTRYPOINT": '["python3", "/opt/glm-exl3/entrypoint.py"]',
             "LABEL": "io.glm-exl3.plugin=lab", "ENV": "PYTHONUNBUFFERED=1",
@@ -185,7 +208,7 @@ class LabShell:
 
     def argv(self, command: Sequence[str]) -> list[str]:
         return ["nsenter", "--target", str(self.node.init), "--mount", "--uts", "--ipc", "--net",
-                "--pid", "--root", "--wd=/root", "--", *command]  # fmt: skip
+                "--pid", "--root", "--wdns=/root", "--", *command]  # fmt: skip
 
     def run(self, command: Sequence[str], *, stdin: str = "", timeout_s: float = 30.0) -> Done:
         return execute(self.argv(command), stdin, timeout_s)
@@ -203,7 +226,7 @@ class Lab:
     def switch(self) -> str:
         return f"{self.name}-switch"
 
-    def open(self, count: int) -> None:
+    def open(self, count: int, images: Path | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         run("ip", "netns", "add", self.switch)
         for bridge in ("mgmt", "fabric"):
@@ -211,6 +234,8 @@ class Lab:
             run("ip", "-n", self.switch, "link", "set", bridge, "mtu", str(FABRIC_MTU), "up")
         self.nodes = [Node(self, number + 1) for number in range(count)]
         self._keys()
+        if images:
+            self.nodes[0].keep_images(images)
         for node in self.nodes:
             node.wire()
             node.power_on()
@@ -250,12 +275,15 @@ class Lab:
 
 
 @contextmanager
-def opened(folder: Path, count: int) -> Iterator[Lab]:
-    lab = Lab(folder, f"glmlab{os.getpid()}")
+def opened(folder: Path, count: int, images: Path | None = None) -> Iterator[Lab]:
+    """A lab in `folder`, whose name it takes; with `images` the head keeps its images there."""
+    lab = Lab(folder, folder.name)
     try:
-        lab.open(count)
+        lab.open(count, images)
         yield lab
     finally:
+        if images and lab.nodes and lab.nodes[0].init:
+            lab.nodes[0].shut_down()
         lab.close()
 
 
@@ -271,38 +299,3 @@ def at(node: Node) -> Iterator[None]:
             yield
         finally:
             libc.setns(home.fileno(), _CLONE_NEWNET)
-
-
-def make_image(target: Path) -> Path:
-    """A tar with Python, the real entry point and the fake rank, cut out of the node's root."""
-    if target.exists():
-        return target
-    ldd = run("chroot", str(ROOTFS), "ldd", "/usr/bin/python3", *_extensions())
-    found = {word for line in ldd.splitlines() for word in line.split() if word.startswith("/")}
-    found.add("/usr/lib/x86_64-linux-gnu/libgcc_s.so.1")
-    libraries = sorted(path for path in found if ".so" in path and not path.endswith(":"))
-    draft = target.with_suffix(f".{os.getpid()}")
-    with tarfile.open(draft, "w") as tar:
-        for name in ("bin", "lib", "lib64"):
-            if (ROOTFS / name).is_symlink():
-                tar.add(ROOTFS / name, name)
-        for name in ("usr/bin/python3", "usr/bin/python3.13", "usr/lib/python3.13",
-                     "usr/bin/dash", "usr/bin/sh", "usr/bin/sleep"):  # fmt: skip
-            if (ROOTFS / name).exists() or (ROOTFS / name).is_symlink():
-                tar.add(ROOTFS / name, name)
-        for library in libraries:
-            real = (ROOTFS / library.lstrip("/")).resolve()
-            tar.add(real, f"usr/{library.lstrip('/').removeprefix('usr/')}")
-        for source in (*(ROOT / "docker").glob("*.py"), HERE / "fakerank.py"):
-            tar.add(source, f"opt/glm-exl3/{source.name}")
-        for name, text in (("__init__", ""), ("plugin", BROKEN_PLUGIN)):
-            info = tarfile.TarInfo(f"opt/broken/glm_exl3/{name}.py")
-            info.size = len(text)
-            tar.addfile(info, io.BytesIO(text.encode()))
-    draft.replace(target)
-    return target
-
-
-def _extensions() -> list[str]:
-    folder = ROOTFS / "usr/lib/python3.13/lib-dynload"
-    return [f"/usr/lib/python3.13/lib-dynload/{path.name}" for path in folder.glob("*.so")]

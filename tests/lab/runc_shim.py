@@ -2,8 +2,8 @@
 """Stands in for runc where the lab itself lacks CAP_SYS_RESOURCE.
 
 On `create` and `run` it keeps a copy of what was asked for (/lab/asked/CONTAINER.json), lowers each
-rlimit to the current hard limit, takes the missing capability out, then becomes runc. On `exec` it
-does the same to the process file.
+rlimit to the current hard limit, takes the missing capability out, binds what /lab/mounts.json says
+(`thin_image.py`), then becomes runc. On `exec` it does the first two to the process file.
 """
 
 import json
@@ -27,6 +27,16 @@ def soften(process: dict) -> None:
             names.remove(MISSING)
 
 
+def extra_mounts() -> list[dict]:
+    """What /lab/mounts.json binds into every container: targets by source."""
+    file = Path("/lab/mounts.json")
+    pairs = json.loads(file.read_text()) if file.exists() else {}
+    return [
+        {"destination": target, "source": source, "type": "bind", "options": ["rbind", "ro"]}
+        for source, target in pairs.items()
+    ]
+
+
 def option(*names: str) -> str:
     return next((sys.argv[sys.argv.index(n) + 1] for n in names if n in sys.argv), "")
 
@@ -39,6 +49,7 @@ def main() -> None:
         asked.mkdir(parents=True, exist_ok=True)
         (asked / f"{sys.argv[-1]}.json").write_text(json.dumps(config))
         soften(config["process"])
+        config["mounts"] += extra_mounts()
         (bundle / "config.json").write_text(json.dumps(config))
     elif "exec" in sys.argv and (path := option("--process", "-p")):
         process = json.loads(Path(path).read_text())

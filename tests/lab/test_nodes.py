@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from lab import IMAGE, Node, wait_for
@@ -20,6 +21,13 @@ from glm_launch.nodes.ssh import SshShell, classify
 from glm_launch.nodes.weights import Model, Policy
 
 GIB = 2**30
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """A folder for control sockets, whose paths have at most 107 bytes."""
+    with TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
 
 
 def endpoints(lab) -> list[Endpoint]:
@@ -127,35 +135,35 @@ def ssh_cause(shell: SshShell) -> str:
         (("User=nobody",), "ssh-denied"),
     ],
 )
-def test_f15_what_ssh_cannot_do_is_classified(lab, tmp_path, change, code) -> None:
+def test_f15_what_ssh_cannot_do_is_classified(lab, sockets, change, code) -> None:
     shell = lab.nodes[1].ssh
     override = tuple(part for one in change for part in ("-o", one))
     if change[0].startswith("IdentityFile"):
         override = ("-F", "/dev/null", "-o", f"UserKnownHostsFile={lab.folder}/known_hosts",
                     "-o", "HostName=10.77.0.2", "-o", "HostKeyAlias=node2", *override)  # fmt: skip
-        shell = replace(shell, options=override, sockets=tmp_path)
+        shell = replace(shell, options=override, sockets=sockets)
     else:
-        shell = replace(shell, options=(*override, *shell.options), sockets=tmp_path)
+        shell = replace(shell, options=(*override, *shell.options), sockets=sockets)
     assert ssh_cause(shell) == code
 
 
-def test_f15_a_changed_host_key_is_classified(lab, tmp_path) -> None:
+def test_f15_a_changed_host_key_is_classified(lab, tmp_path, sockets) -> None:
     key = (lab.folder / "key.pub").read_text().split()[1]
     known = tmp_path / "known"
     known.write_text(f"node2,10.77.0.2 ssh-ed25519 {key}\n")
     shell = lab.nodes[1].ssh
     options = ("-o", f"UserKnownHostsFile={known}", *shell.options)
-    assert ssh_cause(replace(shell, options=options, sockets=tmp_path)) == "ssh-host-key-changed"
+    assert ssh_cause(replace(shell, options=options, sockets=sockets)) == "ssh-host-key-changed"
 
 
-def test_f15_a_key_file_that_everybody_can_read_is_classified(lab, tmp_path) -> None:
+def test_f15_a_key_file_that_everybody_can_read_is_classified(lab, tmp_path, sockets) -> None:
     key = tmp_path / "key"
     key.write_bytes((lab.folder / "key").read_bytes())
     key.chmod(0o644)
     config = tmp_path / "config"
     text = (lab.folder / "ssh_config").read_text()
     config.write_text(text.replace(f"{lab.folder}/key\n", f"{key}\n"))
-    shell = replace(lab.nodes[1].ssh, options=("-F", str(config)), sockets=tmp_path)
+    shell = replace(lab.nodes[1].ssh, options=("-F", str(config)), sockets=sockets)
     assert ssh_cause(shell) == "ssh-key-file"
 
 
