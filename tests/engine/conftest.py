@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+import forked
 from equivalence import Line
 
 HERE = Path(__file__).parent
@@ -56,6 +57,24 @@ def make_checkpoint(family: str, out: Path, *arguments: str) -> Path:
     return out
 
 
+def perform(
+    program: str,
+    job: dict[str, Any],
+    folder: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+    result: str = "result.json",
+) -> Path:
+    """Run a program of this folder on `job` in a process of its own; its result's file."""
+    job_path, result_path, log = folder / "job.json", folder / result, folder / "log"
+    job_path.write_text(json.dumps(job))
+    argv = (str(HERE / program), str(job_path), str(result_path))
+    status = forked.run(argv, {**os.environ, **(env or {})}, log, timeout_s)
+    assert status == 0, log.read_text(errors="replace")[-6000:]
+    return result_path
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`tr3` and `full`, and for each a DFlash2 drafter under `<family>-drafter`."""
@@ -81,19 +100,8 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
         **job: Any,
     ) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("engine")
-        job_path, result_path = folder / "job.json", folder / "result.json"
         job = {"engine": engine, "prompts": asked, "max_tokens": max_tokens, **job}
-        job_path.write_text(json.dumps(job))
-        done = subprocess.run(
-            [sys.executable, str(HERE / "in_process.py"), str(job_path), str(result_path)],
-            env={**os.environ, **(env or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=START_TIMEOUT_S,
-        )
-        assert done.returncode == 0, done.stdout[-6000:]
-        return json.loads(result_path.read_text())
+        return json.loads(perform("in_process.py", job, folder, env=env).read_text())
 
     return run
 

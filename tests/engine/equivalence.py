@@ -4,8 +4,12 @@ A run is a list of `Line`s: the tokens of one prompt and, per token, the margin 
 best and the second-best candidate. Two configurations are equal when their tokens are equal; at a
 first difference that the reference itself holds for a near-tie, the reference token is forced and
 the comparison goes on behind it. The rule is the one of docs/architecture.md, "Equal answers".
-Logits are BF16, whose neighbours lie 1/16 apart between 8 and 16: two candidates one step apart are
-a tie of the number format.
+Logits are BF16, whose neighbours lie 1/16 apart between 8 and 16: where both candidates round to a
+neighbour, they move by two steps, which is a tie of the number format.
+
+Sums in another order can also tip a router to another expert, which moves single positions far.
+Where the order differs (`wide_share`), that share of positions may flip against a clear margin, as
+it does between transformers' bf16 and fp32; elsewhere none may.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 NEAR_TIE_NATS = 0.05
-BF16_LOGIT_STEP = 2**-4 + 1e-3
+BF16_LOGIT_STEPS = 2 * 2**-4 + 1e-3
 MAX_TIE_SHARE = 0.05
+MAX_WIDE_SHARE = 0.005
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,14 @@ class Line:
 
 @dataclass
 class Comparison:
-    """What a comparison saw; `broken` lists differences that no near-tie excuses."""
+    """What a comparison saw.
+
+    `wide` lists flips against a clear margin, `broken` what makes the texts different.
+    """
 
     positions: int = 0
     ties: int = 0
+    wide: list[str] = field(default_factory=list)
     differences: list[float] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
@@ -51,13 +60,19 @@ Generate = Callable[[Sequence[Sequence[int]], Sequence[int]], list[Line]]
 
 
 def compare(
-    prompts: Sequence[Sequence[int]], reference: Sequence[Line], generate: Generate
+    prompts: Sequence[Sequence[int]],
+    reference: Sequence[Line],
+    generate: Generate,
+    wide_share: float = 0.0,
 ) -> Comparison:
     """Generate with `generate` what `reference` holds and compare; see the module docstring.
 
-    `generate(prompts, max_tokens)` returns one `Line` per prompt, greedy, end-of-text ignored.
+    `generate(prompts, max_tokens)` returns one `Line` per prompt, greedy, end-of-text ignored. Of
+    all positions, `wide_share` may flip against a clear margin, and one if that is less than one.
     """
     result = Comparison()
+    total = sum(len(line.tokens) for line in reference)
+    allowed_wide = max(1, int(wide_share * total)) if wide_share else 0
     pending = dict.fromkeys(range(len(prompts)), 0)
     while pending:
         order = list(pending)
@@ -66,6 +81,9 @@ def compare(
         for index, line in zip(order, lines, strict=True):
             start = pending.pop(index)
             resume = _match(index, start, reference[index], line, result)
+            if len(result.wide) > allowed_wide:
+                result.broken += result.wide
+                return result
             if resume is not None and resume < len(reference[index].tokens):
                 pending[index] = resume
     if result.ties > max(1, MAX_TIE_SHARE * result.positions):
@@ -82,14 +100,14 @@ def _match(index: int, start: int, reference: Line, line: Line, result: Comparis
             result.differences.append(abs(line.logprobs[offset] - reference.logprobs[position]))
             continue
         margin = reference.margins[position]
-        allowed = max(NEAR_TIE_NATS, BF16_LOGIT_STEP, 4 * result.median_difference)
+        allowed = max(NEAR_TIE_NATS, BF16_LOGIT_STEPS, 4 * result.median_difference)
         if margin > allowed:
-            result.broken.append(
+            result.wide.append(
                 f"prompt {index}, position {position}: {token} instead of "
                 f"{reference.tokens[position]}, reference margin {margin:.3f} nat > {allowed:.3f}"
             )
-            return None
-        result.ties += 1
+        else:
+            result.ties += 1
         return position + 1
     if len(line.tokens) != len(reference.tokens) - start:
         result.broken.append(

@@ -3,8 +3,11 @@
     python in_process.py JOB.json RESULT.json
 
 The job holds `engine` (keyword arguments of `vllm.LLM`), `prompts`, `max_tokens`, `repeat` (the
-same prompts again, to hit the prefix cache) and, to compare, `reference` (the `lines` of an earlier
-result). A process of its own per configuration keeps engines from sharing state.
+same prompts before, to hit the prefix cache), `texts` (token lists to score: mean negative log
+probability of each), `draws` (`contexts`, `count`, `tokens`, `temperature`, `top_p`: so many
+sampled continuations of each context) and, to compare instead, `reference` (the `lines` of an
+earlier result) and `wide_share` (see `equivalence`). A process of its own per configuration keeps
+engines from sharing state.
 """
 
 from __future__ import annotations
@@ -60,6 +63,31 @@ class Engine:
         outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
         return [as_line(output.outputs[0]) for output in outputs]
 
+    def losses(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """Mean negative log probability (nats a token) of each text after its first token."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        inputs = [{"prompt_token_ids": list(text)} for text in texts]
+        outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
+        found = []
+        for text, output in zip(texts, outputs, strict=True):
+            scored = zip(text[1:], output.prompt_logprobs[1:], strict=True)
+            found.append(-sum(entry[token].logprob for token, entry in scored) / (len(text) - 1))
+        return found
+
+    def draws(self, asked: dict[str, Any]) -> list[list[list[int]]]:
+        """Sampled continuations, by context."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            n=asked["count"], max_tokens=asked["tokens"], temperature=asked["temperature"],
+            top_p=asked["top_p"], ignore_eos=True, detokenize=False,
+        )  # fmt: skip
+        inputs = [{"prompt_token_ids": context} for context in asked["contexts"]]
+        outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
+        return [[list(one.token_ids) for one in output.outputs] for output in outputs]
+
     def counters(self) -> dict[str, Any]:
         """Prometheus values by name; a counter per draft position becomes a list."""
         found: dict[str, Any] = {}
@@ -73,14 +101,22 @@ class Engine:
 def perform(job: dict[str, Any]) -> dict[str, Any]:
     engine = Engine(job["engine"])
     lengths = [job["max_tokens"]] * len(job["prompts"])
-    lines = engine(job["prompts"], lengths)
+    result: dict[str, Any] = {}
     if job.get("repeat"):
-        lines = engine(job["prompts"], lengths)
-    result: dict[str, Any] = {"lines": [vars(line) for line in lines]}
+        engine(job["prompts"], lengths)
+    if "reference" not in job:
+        lines = engine(job["prompts"], lengths) if lengths else []
+        result["lines"] = [vars(line) for line in lines]
+    if "texts" in job:
+        result["losses"] = engine.losses(job["texts"])
     if "reference" in job:
         reference = [Line(**{k: tuple(v) for k, v in line.items()}) for line in job["reference"]]
-        result["comparison"] = compare(job["prompts"], reference, engine).as_json()
-    return result | {"counters": engine.counters()}
+        share = job.get("wide_share", 0.0)
+        result["comparison"] = compare(job["prompts"], reference, engine, share).as_json()
+    before = engine.counters()
+    if "draws" in job:
+        result["draws"] = engine.draws(job["draws"])
+    return result | {"counters": before if job["prompts"] else engine.counters()}
 
 
 def main() -> None:

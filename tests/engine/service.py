@@ -42,6 +42,7 @@ def serving(model: Path, state: Path, settings: Mapping[str, str]) -> Iterator[s
         "PORT": str(port),
         "MASTER_PORT": str(free_port()),
         "READY_TIMEOUT_S": "400",
+        "SUPERVISE": "0",
         "VLLM_API_KEY": KEY,
         **settings,
     }

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from conftest import MINIATURE, Run, openings, prompts
-from equivalence import Line, compare
+from equivalence import MAX_WIDE_SHARE, Line, compare
 from service import HttpGenerate, serving
 
 pytestmark = pytest.mark.engine
 
 FAMILIES = ("tr3", "full")
-MINIATURES = ("tr3", "full-4bpw")
 DRAFTS = {"mtp": 2, "dflash": 7}
 Reference = Callable[[str], dict[str, Any]]
 
@@ -42,8 +41,15 @@ def speculation(method: str, checkpoints: dict[str, Path], family: str) -> dict[
     return {"method": method, "num_speculative_tokens": DRAFTS[method], **drafter}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("family", MINIATURES)
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("tr3", 2),
+        ("full-4bpw", 4),
+        pytest.param("tr3", 4, marks=pytest.mark.long),
+        pytest.param("full-4bpw", 2, marks=pytest.mark.long),
+    ],
+)
 def test_ranks(
     family: str, ranks: int, miniature_references: Callable[[str], list[Line]], run_engine: Run
 ) -> None:
@@ -53,15 +59,16 @@ def test_ranks(
         "enable_prefix_caching": False,
     }
     lines = [vars(line) for line in miniature_references(family)]
-    assert_equal(run_engine(engine, openings(), 32, reference=lines))
+    assert_equal(run_engine(engine, openings(), 32, reference=lines, wide_share=MAX_WIDE_SHARE))
 
 
-@pytest.mark.parametrize("family", MINIATURES)
+@pytest.mark.parametrize("family", [pytest.param("tr3", marks=pytest.mark.long), "full-4bpw"])
 def test_two_nodes(
     family: str, miniature_references: Callable[[str], list[Line]], tmp_path: Path
 ) -> None:
     with serving(MINIATURE / family, tmp_path, {}) as base:
-        result = compare(openings(), miniature_references(family), HttpGenerate(base))
+        reference = miniature_references(family)
+        result = compare(openings(), reference, HttpGenerate(base), MAX_WIDE_SHARE)
     assert_equal({"comparison": result.as_json()})
 
 
@@ -83,24 +90,17 @@ def test_drafting(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prefix_cache(
+def test_chunked_prefill_and_prefix_cache(
     family: str, checkpoints: dict[str, Path], references: Reference, run_engine: Run
 ) -> None:
-    engine = {"model": str(checkpoints[family]), "enable_prefix_caching": True}
+    """Prompts in pieces of at most 192 tokens, and again behind what the first time stored."""
+    engine = {
+        "model": str(checkpoints[family]),
+        "enable_prefix_caching": True,
+        "max_num_batched_tokens": 192,
+        "enable_chunked_prefill": True,
+    }
     lines = references(family)["lines"]
     result = run_engine(engine, prompts(), 32, reference=lines, repeat=True)
     assert_equal(result)
     assert result["counters"]["vllm:prefix_cache_hits"] > 0
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_chunked_prefill(
-    family: str, checkpoints: dict[str, Path], references: Reference, run_engine: Run
-) -> None:
-    engine = {
-        "model": str(checkpoints[family]),
-        "enable_prefix_caching": False,
-        "max_num_batched_tokens": 192,
-        "enable_chunked_prefill": True,
-    }
-    assert_equal(run_engine(engine, prompts(), 32, reference=references(family)["lines"]))

@@ -48,6 +48,31 @@ def test_a_difference_behind_a_forced_tie_is_still_seen() -> None:
     assert "position 1: 3 instead of 6" in result.broken[0]
 
 
+def test_one_clear_difference_is_borne_where_sums_are_ordered_otherwise() -> None:
+    reference = [line(5, 6, 7), line(8, 9, 10)]
+    rounds = answers([line(5, 4, 0), line(8, 9, 10)], [line(7)])
+    result = compare(PROMPTS, reference, rounds, wide_share=0.005)
+    assert (result.broken, len(result.wide), result.positions) == ([], 1, 6)
+
+
+def test_two_clear_differences_are_broken_there_too() -> None:
+    reference = [line(5, 6, 7), line(8, 9, 10)]
+    rounds = answers([line(5, 4, 0), line(8, 9, 11)])
+    result = compare(PROMPTS, reference, rounds, wide_share=0.005)
+    assert len(result.broken) == 2
+
+
+def test_a_share_of_many_positions_is_borne() -> None:
+    def flips_every_200th(prompts: Sequence[Sequence[int]], _: Sequence[int]) -> list[Line]:
+        done = len(prompts[0]) - 1
+        return [line(*(-1 if i % 200 == 0 else i for i in range(done, 600)))]
+
+    result = compare([[1]], [line(*range(600))], flips_every_200th, wide_share=0.005)
+    assert (result.broken, len(result.wide), result.positions) == ([], 3, 600)
+    strict = compare([[1]], [line(*range(600))], flips_every_200th)
+    assert len(strict.broken) == 1
+
+
 def test_a_short_answer_is_broken() -> None:
     result = compare([[1]], [line(5, 6, 7)], answers([line(5, 6)]))
     assert "2 tokens instead of 3" in result.broken[0]
