@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,10 +111,22 @@ def stream_chat(
     if ignore_eos:
         body["ignore_eos"] = True
     begin = time.perf_counter()
+    with streaming(endpoint, "chat/completions", body, timeout_s) as stream:
+        return collect(stream, begin, on_text)
+
+
+@contextmanager
+def streaming(
+    endpoint: Endpoint, path: str, body: Mapping[str, Any], timeout_s: float
+) -> Iterator[Iterator[dict[str, Any]]]:
+    """The events that answer a POST of `body` to `path`, while the reply is open.
+
+    Raises `ServerError` for another status than 200 and for a connection that fails or breaks.
+    """
     try:
         with httpx.stream(
             "POST",
-            f"{endpoint.base_url}/chat/completions",
+            f"{endpoint.base_url}/{path}",
             json=body,
             headers=endpoint.headers,
             timeout=timeout_s,
@@ -121,7 +134,7 @@ def stream_chat(
             if reply.status_code != 200:
                 reply.read()
                 raise ServerError(f"HTTP {reply.status_code}: {reply.text[:500]}")
-            return collect(events(reply.iter_lines()), begin, on_text)
+            yield events(reply.iter_lines())
     except httpx.TransportError as error:
         raise ServerError(f"{endpoint.base_url}: {error or type(error).__name__}") from None
 

@@ -135,7 +135,7 @@ def test_drafts_do_not_depend_on_other_blocks() -> None:
 
     def drafts(anchors: list[int]) -> torch.Tensor:
         places = torch.tensor(anchors)
-        hidden = drafter(taps, tokens, places, embedding)
+        hidden = drafter(drafter.read(taps), tokens, places, embedding)
         return walk(drafter, hidden, tokens[:, places], head)
 
     assert torch.equal(drafts([10, 20, 40])[:, 1], drafts([20])[:, 0])

@@ -1,0 +1,193 @@
+"""The same text from vLLM's attention and from ours, with every row layout.
+
+    python -m e2e.attention_text WORK --out RESULT.json [--models nano,tiny] [--seconds 240]
+
+One engine process per configuration, vLLM's path with bf16 rows first, then Triton (attention and
+indexer) with bf16, fp8 and int8 rows. Each answers the same prompts greedily, among them prompts
+longer than the indexer chooses from (`index_topk` 512), and scores texts of that length. bf16 rows
+must give vLLM's text by the rule of `tests/engine/equivalence.py`; every layout must stay within
+its mean KL divergence (nats per token). Models: the miniature `full-4bpw`, and the tiny `full`
+checkpoint with random weights. The result is written after every configuration, and nothing starts
+behind `--seconds`; exit status 1 if something differs or is missing. On a CPU both values of
+GLM_EXL3_ATTENTION are the engine's own path, so only the layouts are compared there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+ENGINE_TESTS = ROOT / "tests" / "engine"
+NANO = ROOT / "bench" / "nano" / "model" / "full-4bpw"
+PANEL = ROOT / "tests" / "bench" / "nano_panel.json"
+BASE = ("vllm", "bf16")
+OURS = (("triton", "bf16"), ("triton", "fp8"), ("triton", "int8"))
+LIMITS = {"bf16": 1e-3, "fp8": 1e-2, "int8": 1e-2}
+WIDE_SHARE = 0.005
+
+
+def asked(model: str, short: int, long: int) -> dict[str, list[list[int]]]:
+    """`prompts` to go on with, short ones and ones beyond `index_topk`, and `texts` to score."""
+    from kv.divergence import texts
+
+    panel = json.loads(PANEL.read_text())
+    longer = texts(2 * long, 900 if model == "nano" else 700)
+    prompts = [prompt[:96] for prompt in panel["prompts"][:short]] + longer[:long]
+    return {"prompts": prompts, "texts": longer[long : 2 * long]}
+
+
+def child(job: Mapping[str, Any], out: Path) -> None:
+    """One engine in this process: lines or their comparison, and log-probabilities of the texts."""
+    import torch
+
+    from equivalence import Line, compare
+    from in_process import Engine
+    from kv.divergence import keep_rows, scored
+
+    rows = keep_rows()
+    engine = Engine(job["engine"])
+    rows.clear()
+    lengths = [job["tokens"]] * len(job["prompts"])
+    result: dict[str, Any] = {}
+    if "reference" in job:
+        lines = [Line(**{k: tuple(v) for k, v in line.items()}) for line in job["reference"]]
+        found = compare(job["prompts"], lines, engine, WIDE_SHARE)
+        result["comparison"] = found.as_json()
+    else:
+        result["lines"] = [vars(line) for line in engine(job["prompts"], lengths)]
+    torch.save(scored(engine.llm, rows, job["texts"]), out.with_suffix(".pt"))
+    result["device"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    out.write_text(json.dumps(result))
+
+
+def run(job: dict[str, Any], attention: str, out: Path, limit_s: float) -> dict[str, Any]:
+    """A child process; its result, or `error` with the end of its output."""
+    given = out.with_suffix(".job.json")
+    given.write_text(json.dumps(job))
+    out.unlink(missing_ok=True)
+    paths = [ENGINE_TESTS, ROOT / "overlay", ROOT / "bench", os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, paths)))}
+    env["GLM_EXL3_ATTENTION"] = attention
+    command = [sys.executable, "-m", "e2e.attention_text", str(given), "--child", "--out", str(out)]
+    with out.with_suffix(".log").open("w+") as log:
+        try:
+            subprocess.run(command, env=env, stdout=log, stderr=log, timeout=limit_s, check=True)
+            found: dict[str, Any] = json.loads(out.read_text())
+        except (subprocess.SubprocessError, OSError) as error:
+            log.seek(0)
+            return {"error": f"{type(error).__name__}: {log.read()[-1500:]}"}
+    return found
+
+
+def row_of(found: Mapping[str, Any], layout: str, kl: Mapping[str, float]) -> dict[str, Any]:
+    """Figures of one configuration; `equal` is asked of bf16 rows only."""
+    comparison = found["comparison"]
+    text = {key: comparison[key] for key in ("ties", "median_difference")}
+    text |= {
+        "text_positions": comparison["positions"],
+        "wide": len(comparison["wide"]),
+        "broken": comparison["broken"][:3],
+    }
+    equal = not comparison["broken"]
+    within = kl["mean_kl"] <= LIMITS[layout]
+    passed = within and (equal or layout != "bf16")
+    return {"text_equal": equal, **text, **kl, "limit": LIMITS[layout], "passed": passed}
+
+
+def compare_model(
+    name: str, folder: Path, options: argparse.Namespace, save: Any, deadline: float
+) -> dict[str, Any]:
+    """Rows by configuration, given to `save` after each."""
+    import torch
+
+    from glm_exl3.format.kv import VLLM_NAMES
+    from kv.divergence import compare
+
+    inputs = asked(name, options.short, options.long)
+    rows: dict[str, Any] = {}
+    base: list[Any] = []
+    job: dict[str, Any] = {"tokens": options.tokens, **inputs}
+    for attention, layout in (BASE, *OURS):
+        key = f"{attention}-{layout}"
+        left = deadline - time.monotonic()
+        if left < options.least:
+            rows[key] = {"error": "no time was left"}
+            save(rows)
+            continue
+        engine = {"model": str(folder), "kv_cache_dtype": VLLM_NAMES[layout]}
+        engine |= {"enable_prefix_caching": False, "max_num_batched_tokens": 512}
+        out = options.work / f"{name}-{key}.json"
+        began = time.monotonic()
+        found = run(job | {"engine": engine}, attention, out, left)
+        if "error" in found:
+            rows[key] = found
+        elif (attention, layout) == BASE:
+            base, job["reference"] = torch.load(out.with_suffix(".pt")), found["lines"]
+            rows[key] = {"device": found["device"]}
+        else:
+            rows[key] = row_of(
+                found, layout, compare(base, torch.load(out.with_suffix(".pt")), inputs["texts"])
+            )
+        rows[key]["seconds"] = round(time.monotonic() - began, 1)
+        save(rows)
+        print(name, key, {k: v for k, v in rows[key].items() if k != "broken"}, flush=True)
+        if not base:
+            break
+    return rows
+
+
+def tiny(work: Path) -> Path:
+    """The tiny `full` checkpoint, made once."""
+    folder = work / "tiny-full"
+    if not folder.exists():
+        command = [sys.executable, "-m", "glm_exl3.ref.tiny", "--family", "full"]
+        subprocess.run([*command, "--out", str(folder)], check=True)
+    return folder
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m e2e.attention_text")
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", type=lambda text: text.split(","), default=["nano", "tiny"])
+    parser.add_argument("--short", type=int, default=12, help="prompts of at most 96 tokens")
+    parser.add_argument("--long", type=int, default=2, help="prompts and texts beyond index_topk")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--least", type=float, default=20, help="seconds that an engine needs")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        child(json.loads(options.work.read_text()), options.out)
+        return 0
+    options.work.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + options.seconds
+    record: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "models": {}}
+    for name in options.models:
+        folder = NANO if name == "nano" else tiny(options.work)
+
+        def save(rows: dict[str, Any], name: str = name) -> None:
+            record["models"][name] = rows
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+        compare_model(name, folder, options, save, deadline)
+    ours = [f"{attention}-{layout}" for attention, layout in OURS]
+    passed = [
+        rows.get(key, {}).get("passed", False) for rows in record["models"].values() for key in ours
+    ]
+    record["attention_text_passed"] = all(passed)
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"attention_text: {sum(passed)} of {len(passed)} configurations passed")
+    return int(not all(passed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

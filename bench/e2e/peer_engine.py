@@ -1,0 +1,227 @@
+"""ExLlamaV3's own engine on the random model: decode, verify and prefill, for the ratio to ours.
+
+    python -m e2e.peer_engine RESULT.json --work WORK [--layers 45]
+
+Its package (1.6.5 knows the architecture) builds the model from the folder of headers that
+`glm_exl3.dummy` writes; every tensor it asks for is made on the GPU by the generator that fills
+ours, so sizes, rates and distributions are the same. Timed is the model's forward pass as its
+generator calls it, with the choice of the likeliest token on the GPU and without its scheduler and
+sampler, which favours the peer. One step of eight tokens of one request stands for verification.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm_exl3.dummy.values import DeviceStreams, fill_dense
+from glm_exl3.format.layout import TILE, Codebook
+
+CONTEXT, STEPS, WARM, PAGE = 1024, 48, 8, 256
+VERIFIED = 8
+CHUNK = 2048  # the generator's default
+REQUESTS = (1, 4, 16)
+PREFILL = 32768
+
+
+def made(
+    streams: DeviceStreams, key: str, shape: Sequence[int], dtype: torch.dtype, inputs: int
+) -> torch.Tensor:
+    """The tensor `key` as the checkpoint would hold it; `inputs` are the rows of its matrix."""
+    leaf = key.rpartition(".")[2]
+    if leaf == "trellis":
+        out = torch.empty(tuple(shape), dtype=torch.int16, device=streams.device)
+        streams.fill_trellis(out, key)
+        return out
+    if leaf == "suh":
+        return streams.input_scales(key, *shape)
+    if leaf == "svh":
+        return streams.output_scales(key, Codebook.MUL1, inputs, *shape)
+    out = torch.empty(tuple(shape), dtype=dtype, device=streams.device)
+    fill_dense(streams, key, out)
+    return out
+
+
+class Source:
+    """Stands in for `get_tensor` of the peer's collection of files."""
+
+    def __init__(self, collection: Any, streams: DeviceStreams) -> None:
+        self.collection, self.streams = collection, streams
+        self.original = collection.get_tensor
+
+    def inputs_of(self, key: str) -> int:
+        trellis = f"{key.rpartition('.')[0]}.trellis"
+        if trellis not in self.collection.tensor_file_map:
+            return 1
+        return int(self.collection.list_tensors(trellis)[trellis]["shape"][0]) * TILE
+
+    def __call__(  # noqa: PLR0913, PLR0917 - the peer's signature
+        self,
+        key: str,
+        device: Any = None,
+        optional: bool = False,
+        allow_bf16: bool = False,
+        float2half: bool = False,
+        no_defer: bool = False,
+        transpose: bool = False,
+        pad_to: tuple[int, ...] | None = None,
+        fidx: int | None = None,
+        arena: bool = True,
+    ) -> torch.Tensor | None:
+        known = key in self.collection.tensor_file_map and fidx is None
+        entry = self.collection.list_tensors(key)[key] if known else None
+        marker = entry is not None and entry["torch_dtype"] == torch.int32
+        if entry is None or marker:  # the file holds the markers
+            found: torch.Tensor | None = self.original(key, device, optional, no_defer=marker)
+            return found
+        tensor = made(self.streams, key, entry["shape"], entry["torch_dtype"], self.inputs_of(key))
+        if tensor.dtype == torch.bfloat16 and not allow_bf16:
+            tensor = tensor.half()
+        if tensor.dtype == torch.float32 and float2half:
+            tensor = tensor.half()
+        if transpose:
+            tensor = tensor.T.contiguous()
+        if pad_to is not None and tuple(pad_to) != tuple(tensor.shape):
+            wider = torch.zeros(pad_to, dtype=tensor.dtype, device=tensor.device)
+            wider[tuple(slice(size) for size in tensor.shape)] = tensor
+            tensor = wider
+        return tensor if device is None else tensor.to(device)
+
+
+class Peer:
+    """The loaded model with its cache."""
+
+    def __init__(self, folder: Path, tokens: int) -> None:
+        from exllamav3 import Cache, Config, Model
+
+        started = time.perf_counter()
+        config = Config.from_directory(str(folder))
+        source = Source(config.stc, DeviceStreams(0, torch.device("cuda:0")))
+        config.stc.get_tensor = source
+        self.model = Model.from_config(config)
+        self.cache = Cache(self.model, max_num_tokens=tokens, max_batch_size=max(REQUESTS))
+        self.model.load(device="cuda:0", progressbar=False)
+        torch.cuda.synchronize()
+        self.start_s = time.perf_counter() - started
+        self.vocabulary = int(config.vocab_size)
+
+    def ids(self, requests: int, tokens: int) -> torch.Tensor:
+        return torch.randint(64, self.vocabulary, (requests, tokens))
+
+    def forward(self, ids: torch.Tensor, past: int, room: int, states: Any) -> tuple[Any, Any]:
+        """Logits of one pass over `ids` behind `past` tokens, and the states to go on with."""
+        parameters = {
+            "attn_mode": "flash_attn",
+            "cache": self.cache,
+            "past_len": past,
+            "batch_shape": (ids.shape[0], room),
+        }
+        if states is not None:
+            parameters["recurrent_states"] = states
+        logits = self.model.forward(ids, parameters)
+        return logits, parameters.get("recurrent_states")
+
+    def prefill(self, ids: torch.Tensor, room: int) -> tuple[Any, Any]:
+        """In chunks, as the generator does."""
+        logits = states = None
+        for start in range(0, ids.shape[1], CHUNK):
+            logits, states = self.forward(ids[:, start : start + CHUNK], start, room, states)
+        return logits, states
+
+    def release(self, states: Any) -> None:
+        for state in states or []:
+            free = getattr(state, "free", None)
+            if free is not None:
+                free()
+
+    @torch.inference_mode()
+    def step_ms(self, requests: int, tokens: int) -> float:
+        """Milliseconds of a pass of `tokens` tokens for each of `requests`."""
+        steps = STEPS // tokens + WARM
+        room = -(-(CONTEXT + tokens * (steps + 1)) // PAGE) * PAGE
+        _, states = self.prefill(self.ids(requests, CONTEXT), room)
+        fixed, past, begin = self.ids(requests, tokens), CONTEXT, 0.0
+        for step in range(steps):
+            if step == WARM:
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+            logits, states = self.forward(fixed, past, room, states)
+            fixed = logits.argmax(-1).cpu() if tokens == 1 else fixed
+            past += tokens
+        torch.cuda.synchronize()
+        spent = time.perf_counter() - begin
+        self.release(states)
+        return 1000 * spent / (steps - WARM)
+
+    @torch.inference_mode()
+    def prefill_s(self, tokens: int) -> float:
+        """Seconds from a cold prompt to its logits."""
+        room = -(-(tokens + PAGE) // PAGE) * PAGE
+        for length in (2 * CHUNK, tokens):
+            ids = self.ids(1, length)
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            _, states = self.prefill(ids, room)
+            torch.cuda.synchronize()
+            spent = time.perf_counter() - begin
+            self.release(states)
+        return spent
+
+
+def complete(folder: Path) -> None:
+    """Give the image processor's settings the keys that the peer insists on."""
+    path = folder / "processor_config.json"
+    settings = json.loads(path.read_text())
+    settings["image_processor"] |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    path.write_text(json.dumps(settings))
+
+
+def measure(folder: Path, layers: int, result: Path) -> None:
+    """Every figure, saved after each."""
+    peer = Peer(folder, max(PREFILL + PAGE, max(REQUESTS) * 2 * CONTEXT))
+    found: dict[str, Any] = {
+        "engine": "exllamav3 1.6.5",
+        "layers": layers,
+        "device": torch.cuda.get_device_name(),
+        "start_s": peer.start_s,
+        "used_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "rows": [],
+    }
+
+    def add(**row: Any) -> None:
+        found["rows"].append(row)
+        result.write_text(json.dumps(found, indent=1) + "\n")
+        print(row, flush=True)
+
+    for requests in REQUESTS:
+        ms = peer.step_ms(requests, 1)
+        add(kind="decode", requests=requests, context=CONTEXT, step_ms=ms)
+    add(kind="verify", requests=1, tokens=VERIFIED, step_ms=peer.step_ms(1, VERIFIED))
+    seconds = peer.prefill_s(PREFILL)
+    add(kind="prefill", context=PREFILL, seconds=seconds, tokens_per_s=PREFILL / seconds)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m e2e.peer_engine")
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--layers", type=int, default=45)
+    parser.add_argument("--work", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    folder = options.work / f"peer-{options.layers}"
+    if not folder.exists():
+        dummy = ["--family", "full", "--layers", str(options.layers), "--out", str(folder)]
+        subprocess.run([sys.executable, "-m", "glm_exl3.dummy", *dummy], check=True)
+    complete(folder)
+    measure(folder, options.layers, options.result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Engines of the real size with random weights, and what is measured in each (`e2e.inside`).
+
+Several measurements share one start, because a start takes 40 s. `full` is the 3.04-bpw model with
+all 45 layers; `cut` its first 12 layers (three dense, three MLA) for comparisons of one layer's
+work; `pair` the 4-bpw model over two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from h200.job import Job, python
+
+Measure = dict[str, Any]
+
+BASE: Mapping[str, Any] = {
+    "load_format": "exl3_dummy",
+    "language_model_only": True,
+    "skip_tokenizer_init": True,
+    "max_model_len": 40960,
+    "max_num_batched_tokens": 8192,
+    "max_num_seqs": 16,
+    "gpu_memory_utilization": 0.95,
+}
+SERIAL = {"VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1"}
+BESIDE = {"GLM_EXL3_SHARED_BESIDE": "1"}
+SPREAD = {"GLM_EXL3_SPREAD": "1"}
+LATE = {"GLM_EXL3_EARLY_LAUNCH": "0"}
+
+
+def decode(*requests: int, context: int = 1024, tokens: int = 64) -> list[Measure]:
+    return [
+        {"kind": "decode", "requests": n, "context": context, "tokens": tokens} for n in requests
+    ]
+
+
+def prefill(*contexts: int) -> list[Measure]:
+    return [{"kind": "prefill", "context": context} for context in contexts]
+
+
+def profile(*requests: int, context: int = 1024) -> list[Measure]:
+    return [{"kind": "profile", "requests": n, "context": context, "tokens": 8} for n in requests]
+
+
+def dflash(tokens: int) -> dict[str, Any]:
+    return {
+        "speculative_config": {
+            "method": "dflash",
+            "model": "{work}/drafter",
+            "num_speculative_tokens": tokens,
+        }
+    }
+
+
+def engine(
+    name: str,
+    model: str,
+    measure: list[Measure],
+    expect_s: int,
+    priority: int,
+    env: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Job:
+    """A job of one engine on one GPU."""
+    return Job(
+        name,
+        python("e2e.inside", "{out}/{name}.job.json", "{out}/{name}.json"),
+        expect_s,
+        2 * expect_s + 60,
+        priority,
+        env=env or {},
+        needs=("library", "folders"),
+        data={"engine": {**BASE, "model": f"{{work}}/{model}", **more}, "measure": measure},
+    )
+
+
+LONG = 131072
+STEP = [*decode(1, 4, 16), *profile(1)]
+
+FULL = (
+    engine(
+        "full.step", "full",
+        [*decode(1, 16), *profile(1, 16), *prefill(32768), *decode(2, 4, 8),
+         *decode(1, context=8192), *prefill(8192)],
+        130, 20,
+    ),
+    engine("full.serial", "full", STEP, 75, 21, SERIAL),
+    engine("full.beside", "full", STEP, 75, 22, BESIDE),
+    engine("full.spread", "full", STEP, 75, 23, SPREAD),
+    engine("full.beside-spread", "full", STEP, 75, 24, BESIDE | SPREAD),
+    engine(
+        "full.verify7", "full",
+        [*decode(1, 2, 16), *profile(1), *prefill(32768), *decode(2, context=LONG, tokens=32)],
+        170, 26, max_model_len=LONG + 8192, max_num_seqs=16, **dflash(7),
+    ),
+    engine(
+        "full.fused", "full", [*decode(1, 2, 4, 8), *profile(1)], 80, 28,
+        {"GLM_EXL3_FUSED_OPS": "mhc,kda,router"},
+    ),
+    engine(
+        "full.window", "full", [*decode(1), *prefill(65536, LONG)], 120, 34,
+        max_model_len=1048576, gpu_memory_utilization=0.97, max_num_seqs=4,
+    ),
+    engine("full.steer", "full", decode(1, 16), 70, 62, {
+        "GLM_EXL3_STEER_VECTOR": "{work}/edits/vector.gguf", "GLM_EXL3_STEER_ALPHA": "2"}),
+)  # fmt: skip
+
+AB: Mapping[str, Mapping[str, str]] = {
+    "plain": {},
+    "mhc": {"GLM_EXL3_FUSED_OPS": "mhc"},
+    "kda": {"GLM_EXL3_FUSED_OPS": "kda"},
+    "router": {"GLM_EXL3_FUSED_OPS": "router"},
+    "late": LATE,
+    "serial-late": SERIAL | LATE,
+}
+BACKENDS: Mapping[str, dict[str, Any]] = {
+    "flashinfer": {"attention_backend": "FLASHINFER_MLA_SPARSE_SM90"},
+    "flashinfer-fp8": {
+        "attention_backend": "FLASHINFER_MLA_SPARSE_SM90",
+        "kv_cache_dtype": "fp8",
+    },
+    "flashattn": {"attention_backend": "FLASH_ATTN_MLA_SPARSE"},
+    "flashmla": {"attention_backend": "FLASHMLA_SPARSE"},
+    "flashmla-fp8": {"attention_backend": "FLASHMLA_SPARSE", "kv_cache_dtype": "fp8_ds_mla"},
+}
+ATTENTION = [
+    *decode(1, context=32768), *decode(16, context=8192), *prefill(32768),
+]  # fmt: skip
+
+
+def cut() -> tuple[Job, ...]:
+    """Comparisons on twelve layers."""
+    knobs = [engine(f"cut.{n}", "cut", STEP, 40, 42, env) for n, env in AB.items()]
+    host = [
+        engine("cut.sync", "cut", decode(1, 16), 35, 43, async_scheduling=False),
+        engine(
+            "cut.process", "cut", decode(1, 16), 45, 43, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        ),
+    ]
+    backends = [
+        engine(f"attention.{n}", "cut", ATTENTION, 60, 45, {"GLM_EXL3_ATTENTION": "vllm"}, **more)
+        for n, more in BACKENDS.items()
+    ]
+    triton = {"GLM_EXL3_ATTENTION": "triton"}
+    ours = [
+        engine(f"attention.triton-{dtype}", "cut", ATTENTION, 60, 46, triton, kv_cache_dtype=dtype)
+        for dtype in ("bfloat16", "glm_fp8")
+    ]
+    verify = [
+        engine(f"verify.{k + 1}", "cut", [*decode(1, 4), *profile(1)], 50, 48, **dflash(k))
+        for k in (2, 4, 7)
+    ]
+    wide = engine(
+        "verify.16", "cut", [*decode(1), *profile(1)], 50, 49,
+        {"GLM_EXL3_HYBRID_DRAFT": "1", "GLM_EXL3_DRAFTER_TOKENS": "7"}, **dflash(15),
+    )  # fmt: skip
+    return (*knobs, *host, *backends, *ours, *verify, wide)
+
+
+NCCL = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
+TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "seed": 0}
+
+
+def pair(
+    name: str,
+    measure: list[Measure],
+    expect_s: int,
+    priority: int,
+    env: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Job:
+    """One process a rank on two GPUs, through torch's launcher; nothing uses NVLink multicast."""
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    inside = ("-m", "e2e.inside", "{out}/{name}.job.json", "{out}/{name}.json")
+    return Job(
+        name,
+        python(*launcher, *inside),
+        expect_s,
+        2 * expect_s + 60,
+        priority,
+        gpus=2,
+        env=NCCL | dict(env or {}),
+        needs=("library", "folders"),
+        data={"engine": {**BASE, **TWO, "model": "{work}/pair", **more}, "measure": measure},
+    )
+
+
+PAIRS = (
+    pair("pair.step", [*decode(1, 4, 16), *profile(1, 16), *prefill(32768)], 110, 25),
+    pair("pair.verify7", [*decode(1), *profile(1)], 100, 27, **dflash(7)),
+    pair("pair.nccl", [*decode(1, 16), *profile(1)], 80, 37, disable_custom_all_reduce=True),
+    pair("pair.serial", [*decode(1, 16)], 75, 38, SERIAL),
+)
+JOBS = (*FULL, *cut(), *PAIRS)

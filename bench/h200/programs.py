@@ -1,0 +1,98 @@
+"""The other programs of the visit: kernels, text, drafting, recode, edits, KV and the peer."""
+
+from __future__ import annotations
+
+from h200.engines import NCCL
+from h200.job import Job, python
+
+EXPECTED = "{out}/{name}.json"
+PEER = {"PYTHONPATH": "{work}/peer:{work}/peer/site"}
+
+SETUP = (
+    Job("library", python("h200.prepare", "library", "{files}"), 5, 300, 0, 0),
+    Job("folders", python("h200.prepare", "folders", "{work}"), 40, 240, 1, 0),
+    Job("peer.kernels", python("h200.prepare", "peer-kernels", "{files}", "{work}"), 120, 500, 4, 0,
+        quick=False),
+    Job("peer.package", python("h200.prepare", "peer-package", "{files}", "{work}"), 220, 560, 3, 0,
+        quick=False),
+)  # fmt: skip
+
+
+def timing(
+    name: str, module: str, *arguments: str, expect: int, at: int, needs: tuple[str, ...] = (),
+    limit: int = 0,
+) -> Job:  # fmt: skip
+    """A measurement that has a GPU alone."""
+    command = python(module, *arguments)
+    limit = limit or 2 * expect + 40
+    return Job(name, command, expect, limit, at, needs=("library", *needs))
+
+
+KERNELS = (
+    Job("gpu-tests", ("{python}", "-m", "pytest", "{root}/tests/gpu", "-q", "-n", "8", "-p",
+        "no:cacheprovider", "--junitxml={out}/gpu-tests.xml"), 120, 420, 10, exclusive=False,
+        gib=60, needs=("library",)),
+    timing("layers", "e2e.layers", EXPECTED, expect=80, at=11),
+    timing("layers.same-suh", "e2e.layers", EXPECTED, "--same-suh", "--tokens", "1", expect=30,
+           at=12),
+    timing("kernels", "kernels", "--out", EXPECTED, "--peer", "{work}/exl3_peer.so", expect=150,
+           at=36, needs=("peer.kernels",)),
+    timing("kernels.products", "kernels.products", expect=25, at=70),
+    *(Job(tool, ("compute-sanitizer", "--tool", tool, "{python}", "-m", "kernels.small"), 120,
+          500, at, exclusive=False, gib=8, needs=("library",), quick=False)
+      for tool, at in (("racecheck", 30), ("memcheck", 31))),
+    timing("router", "e2e.router", EXPECTED, expect=25, at=50),
+    timing("seam", "e2e.seam", EXPECTED, expect=30, at=51),
+    timing("kda", "e2e.kda", EXPECTED, expect=25, at=52),
+    timing("lookup", "e2e.lookup_time", EXPECTED, expect=25, at=53),
+    timing("kv", "kv.measure", "--quick", "--tiles", EXPECTED, expect=120, at=54),
+    timing("kv.whole", "kv.measure", EXPECTED, expect=300, at=90, limit=560),
+)  # fmt: skip
+
+
+SERVE = (
+    "{python}", "-m", "vllm.entrypoints.cli.main", "serve", "{work}/pair", "--load-format",
+    "exl3_dummy", "--language-model-only", "--max-model-len", "40960", "--max-num-batched-tokens",
+    "8192", "--max-num-seqs", "16", "--gpu-memory-utilization", "0.95", "--tensor-parallel-size",
+    "2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", "{port}1",
+)  # fmt: skip
+WORKER = ("env", "CUDA_VISIBLE_DEVICES={gpu1}", *SERVE, "--node-rank", "1", "--headless")
+HEAD = ("env", "CUDA_VISIBLE_DEVICES={gpu0}", *SERVE, "--node-rank", "0", "--port", "{port}0")
+SERVED = (
+    Job(
+        "pair.served",
+        python("e2e.serve", EXPECTED, "--url", "http://127.0.0.1:{port}0/v1", "--requests",
+               "1,4,16", "--prefill", "32768", "--limit", "240", "--beside", " ".join(WORKER),
+               "--", *HEAD),
+        130, 360, 35, gpus=2, env=NCCL, needs=("library", "folders"),
+    ),
+)  # fmt: skip
+
+OTHERS = (
+    timing("recode.projections", "e2e.recode", "projections", EXPECTED, expect=60, at=55),
+    timing("recode.step", "e2e.recode", "step", "{work}/recode", EXPECTED, expect=280, at=60,
+           limit=560),
+    timing("recode.nano", "nano.recode", "{root}/bench/nano/model/tr3", EXPECTED, expect=60, at=65),
+    timing("edits", "e2e.edits_load", "{work}/edits", "--out", EXPECTED, expect=90, at=56),
+    *(timing(f"drafting.{part}", "e2e.drafting", "{work}/drafting", "--expected", EXPECTED,
+             "--only", part, expect=expect, at=at, limit=560, needs=needs)
+      for part, expect, at, needs in (
+          ("pack", 70, 39, ()), ("time", 60, 40, ("drafting.pack",)), ("methods", 240, 57, ()),
+          ("sampled", 240, 58, ()), ("planted", 120, 66, ()))),
+    timing("options", "e2e.draft_options", "--out", EXPECTED, expect=200, at=59, limit=560),
+    timing("options.soak", "e2e.draft_options", "--out", EXPECTED, "--soak", "2000", expect=180,
+           at=67, limit=560),
+    timing("hybrid", "e2e.hybrid", EXPECTED, "--graphs", "--real", expect=90, at=61),
+)  # fmt: skip
+
+
+def peer_engine(layers: int, expect: int, at: int) -> Job:
+    return Job(
+        f"peer.engine{layers}",
+        python("e2e.peer_engine", EXPECTED, "--layers", str(layers), "--work", "{work}"),
+        expect, 2 * expect + 60, at, env=PEER, needs=("peer.package",), quick=False,
+    )  # fmt: skip
+
+
+PEERS = (peer_engine(45, 150, 34), peer_engine(8, 60, 68), peer_engine(16, 80, 69))
+JOBS = (*SETUP, *KERNELS, *SERVED, *OTHERS, *PEERS)

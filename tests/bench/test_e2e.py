@@ -1,0 +1,87 @@
+"""The end-to-end tools: kernel families, results files, and the committed results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+from e2e import record  # noqa: E402
+from e2e.families import KernelTime, by_family, family_of  # noqa: E402
+from e2e.inside import busy_us  # noqa: E402
+
+RESULTS = sorted((ROOT / "bench" / "expected").glob("*/e2e.json"))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "family"),
+    [
+        ("void moe_gate_up<3, 2>(MoeArguments)", "experts"),
+        ("void linear_few_tokens<4>(Arguments)", "packed linears"),
+        ("mhc_fused_tilelang_kernel", "mHC"),
+        ("_seam_kernel", "mHC"),
+        ("fused_recurrent_kda_fwd_kernel", "KDA"),
+        ("_inputs_kernel", "KDA"),
+        ("_causal_conv1d_update_kernel", "KDA"),
+        ("sm90_fp8_paged_mqa_logits", "indexer"),
+        ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "dense GEMM"),
+        ("something nobody knows", "other"),
+    ],
+)
+def test_kernels_find_their_family(kernel: str, family: str) -> None:
+    assert family_of(kernel) == family
+
+
+def test_families_add_up_to_the_step() -> None:
+    kernels = [KernelTime("moe_down", 10, 500.0), KernelTime("nobody", 20, 30.0)]
+    assert by_family(kernels, 10) == {
+        "experts": {"us": 50.0, "launches": 1.0},
+        "other": {"us": 3.0, "launches": 2.0},
+    }
+
+
+def test_overlapping_kernels_count_once() -> None:
+    assert busy_us([(10.0, 14.0), (0.0, 4.0), (2.0, 6.0), (3.0, 5.0)]) == 10.0
+    assert busy_us([]) == 0.0
+
+
+def test_a_result_becomes_rows_and_failures_do_not(tmp_path: Path) -> None:
+    decode = {"kind": "decode", "requests": 1, "context": 8, "steps": 4, "step_ms": 5.0}
+    prefill = {"kind": "prefill", "requests": 1, "context": 64, "tokens_per_s": 100.0}
+    failed = {"kind": "prefill", "requests": 1, "context": 128, "error": "no memory"}
+    result = {"rows": [decode | {"batch_tokens_per_s": 200.0}, prefill, failed]}
+    (tmp_path / "r.json").write_text(json.dumps(result))
+    out = tmp_path / "sub" / "e2e.json"
+    arguments = [str(out), f"{tmp_path / 'r.json'}=a model", "--machine", "m", "--versions", "v=1"]
+    record.main(arguments)
+    record.main(arguments)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["metric"] for row in rows] == ["decode_step", "decode_rate", "prefill_rate"]
+    assert rows[0]["value"] == 5.0
+
+
+def test_committed_results_say_how_they_came_about() -> None:
+    for path in RESULTS:
+        document = json.loads(path.read_text())
+        assert set(document) == {"machine", "date", "versions", "rows"}
+        assert document["rows"]
+        for row in document["rows"]:
+            assert set(row) == {"metric", "engine", "value", "unit", "conditions"}
+            assert row["engine"] in record.ENGINES
+            assert row["value"] >= 0
+            assert len(row["conditions"]) > 20
+
+
+def test_a_server_that_ends_is_no_ready_server() -> None:
+    from e2e import serve
+
+    gone = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    gone.wait()
+    with pytest.raises(RuntimeError, match="status 3"):
+        serve.wait_ready("http://127.0.0.1:1/v1", gone, 5)

@@ -1,0 +1,72 @@
+"""The programs of the KV cache's GPU visit, as far as they are arithmetic and processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv import measure, visit
+from kvcache import sequences
+
+
+def row(kind: str, ratio: float | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"op": "attention", "kind": kind}
+    limit = measure.DECODE_LIMIT if kind == "decode" else measure.PREFILL_LIMIT
+    return found if ratio is None else found | {"ratio": ratio, "limit": limit}
+
+
+@pytest.mark.parametrize(
+    ("ratios", "passed"),
+    [
+        ([("decode", 1.4), ("prefill", 1.9)], True),
+        ([("decode", 1.6), ("prefill", 1.9)], False),
+        ([("decode", 1.4), ("prefill", 2.1)], False),
+        ([("decode", 1.4)], False),
+        ([("decode", 1.4), ("prefill", None)], False),
+        ([], False),
+    ],
+)
+def test_a_verdict_needs_every_row_within_its_limit(
+    ratios: list[tuple[str, float | None]], passed: bool
+) -> None:
+    assert measure.verdict([row(*one) for one in ratios], 9)["passed"] is passed
+
+
+def test_one_rank_of_all_contexts_is_measured_first() -> None:
+    cases = [make.args[0] for make in measure.rows(quick=False, others=False)]
+    shapes = [case for case in cases if isinstance(case, measure.Shape)]
+    heads = [shape.heads for shape in shapes]
+    assert heads == sorted(heads, reverse=True)
+    decodes = {(s.requests, s.context >> 10) for s in shapes if s.kind == "decode"}
+    assert decodes == {(n, k) for n in (1, 4, 16) for k in (8, 32, 128, 512)}
+
+
+def test_a_step_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
+    child = "[sys.executable, '-c', 'import time; time.sleep(99)']"
+    code = f"import subprocess, sys; subprocess.run({child})"
+    step = visit.Step("hangs", ("-c", code), 1.0)
+    assert visit.run(step, tmp_path, 100.0) == (visit.TIMED_OUT, "")
+    assert visit.run(visit.Step("says", ("-c", "print('x\\ny')"), 60), tmp_path, 60.0) == (0, "y")
+
+
+def test_figures_are_those_of_steps_that_ran(tmp_path: Path) -> None:
+    verdict = {"decode_worst_ratio": 1.2, "prefill_worst_ratio": None}
+    (tmp_path / "kernels.json").write_text(json.dumps({"verdict": verdict}))
+    (tmp_path / "turns.json").write_text(json.dumps({"prefix_reuse_second_turn": 0.97}))
+    found = visit.figures(tmp_path, {"tests": 1, "turns": 0})
+    assert found["kernel_tests_passed"] is False
+    assert found["prefix_reuse_second_turn"] == 0.97
+    assert "decode_worst_ratio" not in found
+    assert visit.figures(tmp_path, {"kernels": 1})["decode_worst_ratio"] == 1.2
+
+
+def test_pieces_of_sequences_add_up() -> None:
+    piece = dict.fromkeys(sequences.SUMMED, 2) | {
+        "from_host": 1, "preemptions": 0, "drafted": 3, "broken": ["x"],
+        "counts": {"aborted": 4, "kinds": {"turn": 1}},
+    }  # fmt: skip
+    total = sequences.summed([piece, piece])
+    assert (total["sequences"], total["aborted"], total["broken"]) == (4, 8, ["x", "x"])
