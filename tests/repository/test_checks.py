@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-SOURCES = ("overlay", "launcher", "bench", "tests", "docker")
+SOURCES = ("overlay", "launcher", "bench", "ablit", "tests", "docker")
 
 
 def tracked(*suffixes: str) -> list[Path]:
