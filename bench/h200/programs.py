@@ -68,17 +68,20 @@ SERVED = (
     ),
 )  # fmt: skip
 
+DRAFTING = ("e2e.drafting", "{work}/drafting", "--expected", EXPECTED)
 OTHERS = (
     timing("recode.projections", "e2e.recode", "projections", EXPECTED, expect=60, at=55),
     timing("recode.step", "e2e.recode", "step", "{work}/recode", EXPECTED, expect=280, at=60,
            limit=560),
     timing("recode.nano", "nano.recode", "{root}/bench/nano/model/tr3", EXPECTED, expect=60, at=65),
     timing("edits", "e2e.edits_load", "{work}/edits", "--out", EXPECTED, expect=90, at=56),
-    *(timing(f"drafting.{part}", "e2e.drafting", "{work}/drafting", "--expected", EXPECTED,
-             "--only", part, expect=expect, at=at, limit=560, needs=needs)
-      for part, expect, at, needs in (
-          ("pack", 70, 39, ()), ("time", 60, 40, ("drafting.pack",)), ("methods", 240, 57, ()),
-          ("sampled", 240, 58, ()), ("planted", 120, 66, ()))),
+    timing("drafting.methods", *DRAFTING, "--only", "methods,soak,planted", "--budget-s", "480",
+           "--at-once", "5", expect=340, at=57, limit=520),
+    timing("drafting.pack", *DRAFTING, "--only", "pack", expect=70, at=39),
+    timing("drafting.time", *DRAFTING, "--only", "time", expect=60, at=40,
+           needs=("drafting.pack",)),
+    timing("kv.text", "kv.visit", "{work}/kv", "--only", "text,turns", "--seconds", "250",
+           "--expected", EXPECTED, expect=200, at=38, limit=270),
     timing("options", "e2e.draft_options", "--out", EXPECTED, expect=200, at=59, limit=560),
     timing("options.soak", "e2e.draft_options", "--out", EXPECTED, "--soak", "2000", expect=180,
            at=67, limit=560),

@@ -1,6 +1,8 @@
 """Run the table of GPU jobs: `python -m h200.run OUT [--only NAME...] [--gpus 0,1] [--list]`.
 
-Logs and results go to OUT, everything also into OUT/all.tar.xz after each job.
+Logs and results go to OUT, everything also into OUT/all.tar.xz at the end. WORK/done names the jobs
+that succeeded: a later run on the same machine leaves them out unless `--only` names them. `--list`
+shows the table, with `--json` for programs; `--dry-run` shows when each job would start.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from e2e.plugged import ROOT, python_path
 from h200 import engines, programs
 from h200.job import Job
 from h200.pack import pack
-from h200.schedule import Running, State, next_job
+from h200.schedule import Running, State, next_job, plan
 
 JOBS = (*programs.JOBS, *engines.JOBS)
 PACKING_S = 15
@@ -57,11 +60,25 @@ def start(job: Job, gpus: tuple[int, ...], out: Path, work: Path, files: Path) -
         )  # fmt: skip
 
 
+def succeeded(work: Path) -> frozenset[str]:
+    """Names of the jobs that ended well in earlier runs."""
+    done = work / "done"
+    return frozenset(done.read_text().split()) if done.exists() else frozenset()
+
+
+def keep(name: str, process: Any, seconds: float, work: Path) -> None:
+    """Say how a job ended, and note it if it ended well."""
+    print(f"{name:22} rc {process.returncode:4} {seconds:6.0f} s", flush=True)
+    if process.returncode == 0:
+        with (work / "done").open("a") as done:
+            done.write(f"{name}\n")
+
+
 def run(pending: list[Job], options: argparse.Namespace) -> int:
     """Run until nothing can start any more or the budget ends."""
     begin, at_work, ended = time.monotonic(), dict[str, Any](), dict[str, int]()
-    done = frozenset(options.done.read_text().split()) if options.done else frozenset[str]()
-    pending = [job for job in pending if job.name not in done]
+    done = succeeded(options.work)
+    pending = [job for job in pending if job.name not in done or job.name in options.only]
     while True:
         now = time.monotonic() - begin
         for name, (process, one, since) in list(at_work.items()):
@@ -72,9 +89,8 @@ def run(pending: list[Job], options: argparse.Namespace) -> int:
             if process.poll() is not None:
                 ended[name] = process.returncode
                 del at_work[name]
-                print(f"{name:22} rc {process.returncode:4} {now - since:6.0f} s", flush=True)
+                keep(name, process, now - since, options.work)
                 (options.out / "ended.json").write_text(json.dumps(ended))
-                pack(options.out, options.out / "all.tar.xz")
         good = frozenset(name for name, rc in ended.items() if rc == 0)
         running = tuple(one for _, one, _ in at_work.values())
         budget = options.budget_s - PACKING_S
@@ -87,9 +103,20 @@ def run(pending: list[Job], options: argparse.Namespace) -> int:
             at_work[job.name] = (process, Running(job, gpus, now + job.expect_s), now)
         elif not at_work:
             print("left:", " ".join(job.name for job in pending))
+            pack(options.out, options.out / "all.tar.xz")
             return int(any(ended.values()))
         else:
             time.sleep(0.3)
+
+
+def listed(jobs: Sequence[Job], as_json: bool) -> None:
+    """Print the table, first what starts first."""
+    ordered = sorted(jobs, key=lambda job: job.priority)
+    if as_json:
+        print(json.dumps([asdict(job) for job in ordered], indent=1))
+        return
+    for job in ordered:
+        print(f"{job.priority:3} {job.name:22} gpus {job.gpus} {job.expect_s:4} s")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,16 +125,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--gpus", type=lambda t: tuple(map(int, t.split(","))), default=(0,))
     parser.add_argument("--budget-s", type=float, default=560)
-    parser.add_argument("--done", type=Path)
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "h200")
     parser.add_argument("--files", type=Path, default=ROOT / ".h200")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--json", action="store_true", help="with --list")
+    parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
     options.out = options.out.absolute()
+    unknown = set(options.only) - {job.name for job in JOBS}
+    if unknown:
+        parser.error(f"no job {', '.join(sorted(unknown))}; --list names them")
     chosen = [job for job in JOBS if not options.only or job.name in options.only]
     if options.list:
-        for job in sorted(chosen, key=lambda job: job.priority):
-            print(f"{job.priority:3} {job.name:22} gpus {job.gpus} {job.expect_s:4} s")
+        listed(chosen, options.json)
+        return 0
+    if options.dry_run:
+        for name, second in plan(chosen, options.gpus, options.budget_s).items():
+            print(f"{second:6.0f} s  {name}")
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     options.work.mkdir(parents=True, exist_ok=True)
