@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from e2e.child import run as run_alone
+
 ROOT = Path(__file__).parents[2]
 ENGINE_TESTS = ROOT / "tests" / "engine"
 NANO = ROOT / "bench" / "nano" / "model" / "full-4bpw"
@@ -70,21 +72,11 @@ def child(job: Mapping[str, Any], out: Path) -> None:
 
 def run(job: dict[str, Any], attention: str, out: Path, limit_s: float) -> dict[str, Any]:
     """A child process; its result, or `error` with the end of its output."""
-    given = out.with_suffix(".job.json")
-    given.write_text(json.dumps(job))
-    out.unlink(missing_ok=True)
     paths = [ENGINE_TESTS, ROOT / "overlay", ROOT / "bench", os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, paths)))}
+    env = {"PYTHONPATH": os.pathsep.join(map(str, filter(None, paths)))}
     env["GLM_EXL3_ATTENTION"] = attention
-    command = [sys.executable, "-m", "e2e.attention_text", str(given), "--child", "--out", str(out)]
-    with out.with_suffix(".log").open("w+") as log:
-        try:
-            subprocess.run(command, env=env, stdout=log, stderr=log, timeout=limit_s, check=True)
-            found: dict[str, Any] = json.loads(out.read_text())
-        except (subprocess.SubprocessError, OSError) as error:
-            log.seek(0)
-            return {"error": f"{type(error).__name__}: {log.read()[-1500:]}"}
-    return found
+    words = ("-m", "e2e.attention_text", "{job}", "--child", "--out", "{out}")
+    return run_alone(words, job, out, limit_s, env)
 
 
 def row_of(found: Mapping[str, Any], layout: str, kl: Mapping[str, float]) -> dict[str, Any]:
