@@ -5,14 +5,34 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from glm_launch import files
 from glm_launch.errors import ExitCode, RefusedError
 from glm_launch.plan import LaunchPlan
 from glm_launch.state import KEPT_LAUNCHES, StateStore, new_generation
+from glm_launch.supervise.desk import Desk
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from glm_launch.state import StateStore
+from glm_launch.supervise.desk import Desk
+folder = Path(sys.argv[1])
+with StateStore(folder).lock("start"), Desk(folder).hold():
+    if not os.fork():
+        time.sleep(float(sys.argv[2]))
+        os._exit(0)
+    os.write(1, b"held")
+    time.sleep(60)
+"""
 
 
 @pytest.fixture
@@ -44,6 +64,54 @@ def test_one_who_only_looks_refuses_nobody(store: StateStore) -> None:
             assert store.holder()["verb"] == "stop"
     with store.lock("start"), pytest.raises(RefusedError), store.lock("stop"):
         pass
+
+
+def killed_holder(folder: Path, for_s: float) -> None:
+    """A holder of both locks, killed; for `for_s` its child did not yet become another program.
+
+    Every program that Python starts is such a child for a moment, or longer on a busy machine.
+    """
+    command = [sys.executable, "-c", HOLDER, str(folder), str(for_s)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert holder.stdout is not None and holder.stdout.read(4) == b"held"
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    holder.stdout.close()
+
+
+def test_a_program_that_a_killed_holder_was_starting_refuses_nobody(store: StateStore) -> None:
+    killed_holder(store.folder, 1.0)
+    with store.lock("stop"), Desk(store.folder).hold():
+        assert store.holder()["verb"] == "stop"
+    killed_holder(store.folder, 1.0)
+    assert not store.is_locked() and not Desk(store.folder).is_held()
+
+
+def test_what_stays_locked_is_locked_whoever_took_it(store, monkeypatch) -> None:
+    monkeypatch.setattr(files, "LEFT_S", 0.3)
+    killed_holder(store.folder, 3.0)
+    assert store.is_locked()
+    with pytest.raises(RefusedError), store.lock("stop"):
+        pass
+
+
+def test_a_lock_that_is_given_back_is_free_at_once(store: StateStore) -> None:
+    with store.lock("start"):
+        mine = (store.folder / "lock").resolve()
+        opened = [fd for fd in Path("/proc/self/fd").iterdir() if fd.resolve() == mine]
+        copy = os.dup(int(opened[0].name))
+    begin = time.monotonic()
+    assert not store.is_locked() and time.monotonic() - begin < 1.0
+    os.close(copy)
+
+
+def test_a_living_holder_is_known_at_once(store: StateStore) -> None:
+    with store.lock("start"):
+        begin = time.monotonic()
+        assert store.is_locked()
+        with pytest.raises(RefusedError), store.lock("stop"):
+            pass
+        assert time.monotonic() - begin < 1.0
 
 
 def test_nothing_is_locked_before_the_first_command(store: StateStore) -> None:
