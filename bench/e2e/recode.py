@@ -1,21 +1,22 @@
 """The dense recode at real sizes: single projections, whole steps, load time, and a prediction.
 
     python -m e2e.recode predict                           (no GPU: bytes only)
-    python -m e2e.recode projections RESULT.json           (one GPU)
+    python -m e2e.recode projections RESULT.json           (one GPU, two minutes)
     python -m e2e.recode step WORKDIR RESULT.json          (one GPU, minutes)
     python -m e2e.recode expected FILE RESULT.json ...     (figures for bench/expected)
 
 Everything is one rank of two of the `tr3` family. A projection's time is that of a call in a CUDA
 graph over several copies of its weight, so that it comes from memory; the own time of a scheme is
-their sum over the layers of one step. `step` runs `e2e.inside` once per scheme with
-`--load-format exl3_dummy`. Predictions are bytes over bandwidth and say so.
+their sum over the layers of one step; the counts of tokens that have targets come first. `step` is
+`e2e.recode_steps`. Behind `--budget-s` nothing new starts; what was measured is written after every
+layer or engine, a line per target at the end, and the exit status is 1 unless all are met.
+Predictions are bytes over bandwidth and say so.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -26,10 +27,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-RANKS, HIDDEN_LAYERS = 2, 45
-SCHEMES = ("off", "fp8", "int8", "exl3")
-BITS = 6
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 512, 4096)
+from e2e import recode_steps
+from e2e.recode_steps import BITS, RANKS, SCHEMES, step_ratios
+
+__all__ = ["BITS", "RANKS", "SCHEMES", "step_ratios"]
+HIDDEN_LAYERS = 45
+PASSES = ((1, 16), (4, 8, 4096, 2, 32, 64, 512))  # tokens a product; the first have targets
+MANY_TOKENS, FEW_COPIES = 512, 4
 COPIES_BYTES = 1 << 30
 GB10_GBPS = 235.0  # what public copies reach on GB10, 231 to 240 GB/s
 EXPERT_BITS, EXPERT_WEIGHTS, TOP_K, SPARSE_LAYERS = 4, 3 * 4096 * 2048, 8, 42
@@ -125,89 +129,122 @@ def predicted(layers: list[Projection], gbps: float, ranks: int = RANKS) -> dict
     }
 
 
-def calls_of(layer: Projection, scheme: str, tokens: int) -> Sequence[Callable[[], Any]]:
-    """Calls over several copies of the layer's weight."""
+Product = Callable[[Any], Any]
+
+
+def products(layer: Projection, scheme: str) -> dict[str, list[Product]]:
+    """Functions of the input over several copies of the layer's weight, by name of the path; the
+    name of the one that serving takes is empty."""
     import torch
     import torch.nn.functional as F
 
-    from glm_exl3.ops import recoded
-    from kernels import inputs
+    from glm_exl3.ops import recoded, tuning
 
     random = torch.Generator("cuda").manual_seed(layer.k)
-    x = torch.randn(tokens, layer.k, device="cuda", generator=random).bfloat16()
-    copies = max(2, min(64, COPIES_BYTES // layer.bytes(scheme)))
+    copies = range(max(2, min(64, COPIES_BYTES // layer.bytes(scheme))))
 
     def weight(rows: int) -> torch.Tensor:
         made = torch.empty(rows, layer.k, dtype=torch.bfloat16, device="cuda")
         return made.normal_(generator=random)
 
     if scheme == "off":
-        return [partial(F.linear, x, weight(layer.n + layer.beside)) for _ in range(copies)]
+        weights = [weight(layer.n + layer.beside) for _ in copies]
+        return {"": [partial(_dense, weight=one) for one in weights]}
     if scheme in ("fp8", "int8"):
-        made = [recoded.encode_rows(weight(layer.n + layer.beside), scheme) for _ in range(copies)]
-        return [partial(recoded.linear, x, matrix) for matrix in made]
+        made = [recoded.encode_rows(weight(layer.n + layer.beside), scheme) for _ in copies]
+        found: dict[str, list[Product]] = {"": [partial(_rows, matrix=one) for one in made]}
+        for path in tuning.PATHS[scheme]:
+            found[path] = [partial(recoded.by_path, matrix=one, path=path) for one in made]
+        return found
     from glm_exl3.format.layout import Codebook
     from glm_exl3.ops import cuda_backend
+    from kernels import inputs
 
-    def both(matrix: Any, beside: torch.Tensor | None) -> torch.Tensor:
+    def both(x: torch.Tensor, matrix: Any, beside: torch.Tensor | None) -> torch.Tensor:
         y = cuda_backend.linear(x, matrix)
         return y if beside is None else torch.cat([y, F.linear(x, beside)], -1)
 
-    calls = []
-    for _ in range(copies):
-        shape = (layer.k, layer.n, 16 * BITS)
-        packed = inputs.random_matrix(*shape, Codebook.MUL1, random)
-        beside = weight(layer.beside) if layer.beside else None
-        calls.append(partial(both, cuda_backend.prepare_linear(packed), beside))
-    return calls
+    calls: list[Product] = []
+    for _ in copies:
+        packed = inputs.random_matrix(layer.k, layer.n, 16 * BITS, Codebook.MUL1, random)
+        kept = weight(layer.beside) if layer.beside else None
+        calls.append(partial(both, matrix=cuda_backend.prepare_linear(packed), beside=kept))
+    return {"": calls}
 
 
-def measure_projections(save: Callable[[Any], object]) -> None:
-    """Times of every layer, scheme and number of tokens; the paths of 8-bit rows apart, too."""
-    import torch
+def _dense(x: Any, weight: Any) -> Any:
+    import torch.nn.functional as F
 
+    return F.linear(x, weight)
+
+
+def _rows(x: Any, matrix: Any) -> Any:
+    from glm_exl3.ops import recoded
+
+    return recoded.linear(x, matrix)
+
+
+def timed(name: str, calls: Sequence[Product], x: Any) -> float:
+    """Microseconds of one product, or NaN and a printed line where it cannot run."""
     from kernels.timing import median_us
 
-    rows: list[dict[str, Any]] = []
-    for layer in projections():
-        for tokens in TOKENS:
-            row: dict[str, Any] = {"layer": layer.name, "k": layer.k, "n": layer.n + layer.beside}
-            row |= {"count": layer.count, "tokens": tokens, "us": {}, "paths_us": {}}
-            for scheme in SCHEMES:
-                row["us"][scheme] = round(median_us(calls_of(layer, scheme, tokens), 7), 2)
-                torch.cuda.empty_cache()
-            row["paths_us"] = paths_of(layer, tokens)
-            rows.append(row)
-            print(
-                layer.name,
-                f"{layer.k}x{row['n']} M={tokens}",
-                row["us"],
-                row["paths_us"],
-                flush=True,
-            )
-            save({"rows": rows, "own": own_times(rows)})
+    few = calls[:FEW_COPIES] if x.shape[0] >= MANY_TOKENS else calls
+    try:
+        return round(median_us([partial(call, x) for call in few], 7), 2)
+    except Exception as error:  # noqa: BLE001 - one path that cannot run is a finding
+        print(f"{name}: {type(error).__name__}: {error}", flush=True)
+        return float("nan")
 
 
-def paths_of(layer: Projection, tokens: int) -> dict[str, float]:
-    """Each path of 8-bit rows by itself: what the tuning table is filled with."""
+def layer_rows(layer: Projection, counts: Sequence[int]) -> list[dict[str, Any]]:
+    """Times of one layer for each number of tokens; the paths of 8-bit rows apart, too: they are
+    what the tuning table is filled with."""
     import torch
 
-    from glm_exl3.ops import recoded, tuning
-    from kernels.timing import median_us
+    rows: list[dict[str, Any]] = [
+        {
+            "layer": layer.name,
+            "k": layer.k,
+            "n": layer.n + layer.beside,
+            "count": layer.count,
+            "tokens": tokens,
+            "us": {},
+            "paths_us": {},
+        }
+        for tokens in counts
+    ]
+    for scheme in SCHEMES:
+        by_path = products(layer, scheme)
+        for row in rows:
+            x = torch.randn(row["tokens"], layer.k, device="cuda").bfloat16()
+            for path, calls in by_path.items():
+                name = f"{scheme}/{path}" if path else scheme
+                row["paths_us" if path else "us"][name] = timed(name, calls, x)
+        del by_path
+        torch.cuda.empty_cache()
+    return rows
 
-    found = {}
-    x = torch.randn(tokens, layer.k, device="cuda").bfloat16()
-    for scheme in ("fp8", "int8"):
-        weight = torch.randn(layer.n + layer.beside, layer.k, device="cuda").bfloat16()
-        copies = max(2, min(32, COPIES_BYTES // (2 * weight.numel())))
-        matrices = [recoded.encode_rows(weight, scheme) for _ in range(copies)]
-        for path in tuning.PATHS[scheme]:
-            try:
-                calls = [partial(recoded.by_path, x, matrix, path) for matrix in matrices]
-                found[f"{scheme}/{path}"] = round(median_us(calls, 5), 2)
-            except Exception as error:  # noqa: BLE001 - one path that cannot run is a finding
-                found[f"{scheme}/{path}"] = float("nan")
-                print(f"{scheme}/{path}: {error}", flush=True)
+
+def measure_projections(save: Callable[[Any], object], budget_s: float) -> dict[str, Any]:
+    """Times of every layer; `own` sums counts of tokens that all layers have, `load` follows the
+    first pass."""
+    begin, layers = time.monotonic(), projections()
+    found: dict[str, Any] = {"rows": [], "own": {}, "left_out": []}
+    for number, counts in enumerate(PASSES):
+        for layer in layers:
+            if time.monotonic() - begin > budget_s:
+                found["left_out"].append([layer.name, *counts])
+                continue
+            for row in layer_rows(layer, counts):
+                found["rows"].append(row)
+                shape = f"{layer.name} {row['k']}x{row['n']} M={row['tokens']}"
+                print(shape, row["us"], row["paths_us"], flush=True)
+            save(found)
+        if not found["left_out"]:
+            found["own"] = own_times(found["rows"])
+        if number == 0:
+            found["load"] = tried_load()
+        save(found)
     return found
 
 
@@ -225,7 +262,16 @@ def own_times(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     return own
 
 
-def measure_load(save: Callable[[Any], object]) -> dict[str, float]:
+def tried_load() -> dict[str, float]:
+    """`measure_load`, or nothing and a printed line: the other passes do not need it."""
+    try:
+        return measure_load()
+    except Exception as error:  # noqa: BLE001 - the next measurement may still work
+        print(f"load: {type(error).__name__}: {error}", flush=True)
+        return {}
+
+
+def measure_load() -> dict[str, float]:
     """Seconds to recode every projection of one rank to 8 bits, and tiles a second at `BITS`."""
     import torch
 
@@ -252,67 +298,7 @@ def measure_load(save: Callable[[Any], object]) -> dict[str, float]:
     tiles = sum(2 * layer.count * layer.n * layer.k for layer in layers) // 256
     found["exl3_tiles_per_s"] = round(weight.numel() / 256 / seconds)
     found["exl3_both_ranks_s_predicted"] = round(tiles / found["exl3_tiles_per_s"], 1)
-    save(found)
     return found
-
-
-def run_step(work: Path, scheme: str) -> dict[str, Any]:
-    """One engine with the dummy weights in a process of its own."""
-    folder, result = work / "tr3", work / f"{scheme}.json"
-    env = {
-        **os.environ,
-        "GLM_EXL3_DENSE_RECODE": scheme,
-        "GLM_EXL3_DENSE_BITS": str(BITS),
-        "GLM_EXL3_DENSE_CACHE": str(work / "cache"),
-    }
-    if not folder.exists():
-        dummy = ["--family", "tr3", "--ranks", str(RANKS), "--out", str(folder)]
-        subprocess.run([sys.executable, "-m", "glm_exl3.dummy", *dummy], check=True)
-    if scheme == "exl3":
-        command = [sys.executable, "-m", "glm_exl3.recode", str(folder), "--headers-only"]
-        subprocess.run(command, env=env, check=True)
-    engine = {
-        "model": str(folder),
-        "load_format": "exl3_dummy",
-        "max_model_len": 40960,
-        "max_num_batched_tokens": 8192,
-        "max_num_seqs": 16,
-        "language_model_only": True,
-        "skip_tokenizer_init": True,
-    }
-    measures = [
-        {"kind": "decode", "requests": 1, "context": 1024, "tokens": 64},
-        {"kind": "decode", "requests": 16, "context": 1024, "tokens": 48},
-        {"kind": "prefill", "context": 8192},
-        {"kind": "prefill", "context": 32768},
-    ]
-    job = work / f"{scheme}-job.json"
-    job.write_text(json.dumps({"engine": engine, "measure": measures}))
-    subprocess.run([sys.executable, "-m", "e2e.inside", str(job), str(result)], env=env, check=True)
-    measured: dict[str, Any] = json.loads(result.read_text())
-    return measured
-
-
-def step_ratios(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Step time, and prefill rate, of every scheme over those of `off`."""
-    figures: dict[str, float] = {}
-
-    def value(scheme: str, index: int) -> float:
-        row = results[scheme]["rows"][index]
-        return float(row["step_ms"] if row["kind"] == "decode" else row["seconds"])
-
-    names = ("step_ratio", "step16_ratio", "prefill8k_ratio", "prefill32k_ratio")
-    for scheme in results:
-        if scheme == "off":
-            continue
-        for index, name in enumerate(names):
-            rows = [results[s]["rows"] for s in ("off", scheme)]
-            if all(len(row) > index and "error" not in row[index] for row in rows):
-                ratio = value(scheme, index) / value("off", index)
-                if name.startswith("prefill"):
-                    ratio = 1 / ratio
-                figures[f"{scheme}_{name}"] = round(ratio, 4)
-    return figures
 
 
 def expected(file: Path, results: Iterable[Path]) -> None:
@@ -322,41 +308,60 @@ def expected(file: Path, results: Iterable[Path]) -> None:
         found = json.loads(path.read_text())
         if "own" in found:
             figures["own"] = found["own"]
-            one = found["own"].get("1", {})
-            figures |= {f"{s}_own_ratio": one.get(f"{s}_ratio") for s in SCHEMES[1:]}
+            figures |= own_figures(found["own"])
         figures |= found.get("ratios", {}) | found.get("load", {})
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def main() -> None:
-    command, *rest = sys.argv[1:]
-    if command == "predict":
+def own_figures(own: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Ratios of one token."""
+    one = own.get("1", {})
+    return {f"{s}_own_ratio": one[f"{s}_ratio"] for s in SCHEMES[1:] if f"{s}_ratio" in one}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m e2e.recode")
+    commands = made.add_subparsers(dest="command", required=True)
+    commands.add_parser("predict")
+    one = commands.add_parser("projections")
+    one.add_argument("result", type=Path)
+    one.add_argument("--budget-s", type=float, default=125.0)
+    step = commands.add_parser("step")
+    step.add_argument("work", type=Path)
+    step.add_argument("result", type=Path)
+    step.add_argument("--budget-s", type=float, default=500.0)
+    step.add_argument("--schemes", type=recode_steps.schemes, default=list(recode_steps.ORDER))
+    merge = commands.add_parser("expected")
+    merge.add_argument("file", type=Path)
+    merge.add_argument("results", type=Path, nargs="+")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    options = parser().parse_args(arguments)
+    if options.command == "predict":
         layers = projections()
         for scheme in SCHEMES:
             print(f"{scheme}: {dense_bytes(layers, scheme) / 1e9:.2f} GB a step and rank")
         print("predicted from bytes alone, one request, GB10:", predicted(layers, GB10_GBPS))
-    elif command == "projections":
-        result = Path(rest[0])
-        measure_projections(lambda found: result.write_text(json.dumps(found, indent=1)))
-        found = json.loads(result.read_text())
-        found["load"] = measure_load(lambda load: None)
-        result.write_text(json.dumps(found, indent=1))
+    elif options.command == "projections":
+        found = measure_projections(
+            lambda found: options.result.write_text(json.dumps(found, indent=1)), options.budget_s
+        )
         print(json.dumps(found["own"], indent=1), found["load"])
-    elif command == "step":
-        work, result = map(Path, rest)
-        work.mkdir(parents=True, exist_ok=True)
-        results: dict[str, Any] = {}
-        for scheme in SCHEMES:
-            results[scheme] = run_step(work, scheme)
-            found = {"results": results, "ratios": step_ratios(results)}
-            result.write_text(json.dumps(found, indent=1))
-            print(scheme, found["ratios"], flush=True)
-    elif command == "expected":
-        expected(Path(rest[0]), map(Path, rest[1:]))
+        return recode_steps.judge(own_figures(found["own"]), recode_steps.OWN_TARGETS)
+    elif options.command == "step":
+        figures = recode_steps.measure(
+            options.work, options.result, options.schemes, options.budget_s
+        )
+        return recode_steps.judge(figures, recode_steps.STEP_TARGETS)
     else:
-        raise SystemExit(__doc__)
+        expected(options.file, options.results)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e import recode
+from e2e import recode, recode_steps
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +58,49 @@ def test_ratios_of_steps_and_of_prefill_rates(tmp_path: Path) -> None:
     assert figures["fp8_step_ratio"] == 0.8
     assert figures["fp8_own_ratio"] == 0.55
     assert figures["fp8_recode_s"] == 1.5
+
+
+def test_engines_run_in_order_and_none_starts_behind_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    def run(_: Path, scheme: str, limit_s: float) -> dict[str, object]:
+        assert limit_s > 0
+        started.append(scheme)
+        clock[0] += 40.0
+        return result({"off": 10.0, "fp8": 8.0, "exl3": 9.0}[scheme], 2.0)
+
+    clock = [0.0]
+    monkeypatch.setattr(recode_steps.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(recode_steps, "run_step", run)
+    out = tmp_path / "step.json"
+    figures = recode_steps.measure(tmp_path, out, recode_steps.ORDER, 130.0)
+    assert started == ["off", "fp8", "exl3"]
+    assert figures["exl3_step_ratio"] == 0.9
+    assert json.loads(out.read_text())["ratios"] == figures
+
+
+def test_a_failure_of_the_first_engine_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = {"rows": [], "error": "exit status 1"}
+    monkeypatch.setattr(recode_steps, "run_step", lambda *_: dict(failed))
+    out = tmp_path / "step.json"
+    assert recode_steps.measure(tmp_path, out, recode_steps.ORDER, 100.0) == {}
+    assert list(json.loads(out.read_text())["results"]) == ["off"]
+
+
+def test_every_target_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    targets = (*recode_steps.OWN_TARGETS, recode_steps.Target("rate", 0.97, least=True))
+    assert recode_steps.judge({"fp8_own_ratio": 0.55, "rate": 0.96}, targets) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[2].partition(",")[0].split(": ")[-1] for line in said] == [
+        "ok", "NOT MEASURED", "MISSED",
+    ]  # fmt: skip
+    assert recode_steps.judge({"rate": 0.98}, targets[-1:]) == 0
+
+
+def test_schemes_begin_with_what_all_are_compared_with() -> None:
+    assert recode_steps.schemes("int8,exl3") == ["off", "exl3", "int8"]
+    assert set(recode_steps.ORDER) == set(recode_steps.SCHEMES)
