@@ -31,9 +31,10 @@ import fake_image
 import figures
 import httpx
 import lab as lab_module
+from fakes import Fakes
 from scene import OURS, Scene, playing
 
-ANSWER_S = 45.0
+ANSWER_S, BACK_S = 45.0, 180.0
 KINDS = (
     "kill head", "kill worker", "engine exits 0", "engine stalls", "freeze worker", "short flap",
     "long flap", "power cut", "kill supervisor",
@@ -95,11 +96,10 @@ def came_back(scene: Scene) -> float:
     begin = time.monotonic()
     good = 0
     while good < 2:
-        assert time.monotonic() - begin < 180, "it did not come back"
+        assert time.monotonic() - begin < BACK_S, f"it did not come back within {BACK_S:g} s"
         answered = False
         with suppress(httpx.HTTPError):
-            saved = scene.desk.saved()
-            answered = saved is not None and saved.phase == "watching" and scene.ask(5) == 200
+            answered = scene.watched is not None and scene.ask(5) == 200
         good = good + 1 if answered else 0
         time.sleep(2.0 if answered else 0.2)
     return time.monotonic() - begin
@@ -151,7 +151,7 @@ def faults(fakes, generator: random.Random, count: int, say: Say) -> dict[str, A
                 say(f"{number}/{count} {kind}: back after {back[-1]} s {wrong or ''}")
         except AssertionError as error:
             found.append(f"{len(back) + 1} {kinds[len(back)]}: {error}")
-            say(f"{found[-1]}; {scene.saved}; the supervisor said\n{scene.said}")
+            say(f"{found[-1]}\n{scene.evidence()}")
         client.done.set()
         client.join(ANSWER_S + 5)
         restarts = scene.saved.restarts_total
@@ -219,8 +219,6 @@ def together(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    from conftest import Fakes
-
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--cycles", type=int, default=0)

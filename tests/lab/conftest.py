@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -18,18 +17,12 @@ sys.path.append(str(Path(__file__).parent))
 
 import fake_image  # noqa: E402
 import lab as lab_module  # noqa: E402
+from fakes import Fakes  # noqa: E402
 from head import Head  # noqa: E402
-from lab import HOME, IMAGE, ROOT, Lab, Node  # noqa: E402
-
-from glm_launch.lifecycle import Cluster  # noqa: E402
-from glm_launch.nodes.docker_cli import Box  # noqa: E402
-from glm_launch.nodes.runner import ContainerRunner  # noqa: E402
-from glm_launch.plan import LaunchPlan, RankPlan  # noqa: E402
-from glm_launch.state import StateStore  # noqa: E402
+from lab import HOME, IMAGE, ROOT, Lab  # noqa: E402
 
 BAD = {"hang": "FAKE_TROUBLE=hang", "crash": "FAKE_TROUBLE=crash-at-start",
        "sick": "GLM_FAKE_DOCTOR=planted-sickness"}  # fmt: skip
-FAKE = ("python3", "/opt/glm-exl3/fakerank.py", "serve", "/model")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -97,66 +90,6 @@ def head(lab, moved_in, tiny_model) -> Iterator[Head]:
     for node in lab.nodes:
         node.shell.run(["rm", "-rf", f"{HOME}/.local", f"{HOME}/.cache", f"{ROOT}/.env"])
     lab.nodes[1].shell.run(["rm", "-rf", str(tiny_model)])
-
-
-@dataclass
-class Fakes:
-    """A cluster of fake ranks: `plan` describes it, `cluster` runs it."""
-
-    lab: Lab
-    folder: Path
-    env: dict[int, dict[str, str]] = field(default_factory=dict)
-    extra: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    key: str = ""
-
-    @property
-    def nodes(self) -> list[Node]:
-        return self.lab.nodes
-
-    def plan(self, **changes: object) -> LaunchPlan:
-        head = self.nodes[0]
-        count = len(self.nodes)
-        ranks = []
-        for number, node in enumerate(self.nodes):
-            argv = [*FAKE, "--nnodes", str(count), "--node-rank", str(number)]
-            argv += ["--master-addr", head.fabric]
-            argv += ["--headless"] if number else [
-                "--port", "8888", "--served-model-name", "fake"]  # fmt: skip
-            env = {
-                "GLM_EXL3_GENERATION": "g", "GLM_EXL3_NODES": str(count),
-                "GLM_EXL3_NODE_RANK": str(number), "GLM_EXL3_HEAD": head.fabric,
-                "GLM_EXL3_HELLO_TIMEOUT_S": "30", "VLLM_HOST_IP": node.fabric,
-            } | self.env.get(number, {})  # fmt: skip
-            secret = ("VLLM_API_KEY",) if self.key and number == 0 else ()
-            ranks.append(RankPlan(
-                number, "worker" if number else "head", node.name,
-                (*argv, *self.extra.get(number, ())), tuple(sorted(env.items())), secret,
-            ))  # fmt: skip
-        plan = LaunchPlan(
-            runtime="containers", model="/model", served_name="fake", drafting="none",
-            base_url="http://127.0.0.1:8888", api_host="127.0.0.1", port=8888,
-            master_addr=head.fabric, master_port=29521, ranks=tuple(ranks),
-            start_order=(*range(1, count), 0), ready_timeout_s=60, stop_grace_s=5,
-        )  # fmt: skip
-        return replace(plan, **changes)
-
-    @property
-    def secrets(self) -> dict[str, str]:
-        return {"VLLM_API_KEY": self.key} if self.key else {}
-
-    @property
-    def cluster(self) -> Cluster:
-        store = StateStore(self.folder)
-        shells = {
-            node.name: node.shell if node is self.nodes[0] else node.ssh for node in self.nodes
-        }
-        box = Box(IMAGE, owner="test@lab")
-        return Cluster(store, ContainerRunner(store.launches, shells, dict.fromkeys(shells, box)))
-
-    def launch(self, **changes: object) -> Cluster:
-        cluster = self.cluster
-        cluster.launch(self.plan(**changes), self.secrets, lambda _name, _seconds: None)
-        return cluster
 
 
 @pytest.fixture

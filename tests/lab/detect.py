@@ -115,8 +115,7 @@ def figure(told_s: float, limit_s: float, back_s: float, cold_s: float) -> Figur
 def on_nodes(folder: Path, _names: Sequence[str]) -> dict[str, Figure]:
     import fake_image
     import lab as lab_module
-
-    from conftest import Fakes
+    from fakes import Fakes
 
     image = fake_image.make_image(folder / "image.tar")
     with lab_module.opened(Path(f"/tmp/glmlab{os.getpid()}"), 2) as lab:

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lab import HOME, ROOT, Lab, Node, run
+from lab import ENVIRONMENT, HOME, ROOT, Lab, Node, run
 
 from glm_launch.nodes.ssh import Done, execute
 
 STATE = f"{HOME}/.local/state/glm-exl3"
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @dataclass
@@ -63,9 +62,8 @@ class Head:
         assert done.ok, done.err
 
     def argv(self, arguments: Sequence[str], settings: dict[str, str]) -> list[str]:
-        env = {"HOME": HOME, "PATH": PATH, "LANG": "C.UTF-8", "USER": "root",
-               "SUPERVISE": "0"}  # fmt: skip
-        pairs = [f"{key}={value}" for key, value in (env | self.settings | settings).items()]
+        env = ENVIRONMENT | {"USER": "root", "SUPERVISE": "0"} | self.settings | settings
+        pairs = [f"{key}={value}" for key, value in env.items()]
         # A session of its own: Ctrl-C reaches the verb and what it started, and no one else.
         return self.node.shell.argv(["setsid", "env", "-i", *pairs, f"{ROOT}/start.sh", *arguments])
 

@@ -32,6 +32,12 @@ FABRIC_MTU = 9000
 READY_S = 60.0
 IMAGE = "glm-exl3:lab"
 HOME = "/root"
+# A machine of its own inherits nothing. vLLM sets LD_PRELOAD where an engine is configured; a node
+# has no such library, and containerd takes what ld.so then says for a socket's address.
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": HOME,
+    "LANG": "C.UTF-8",
+}  # fmt: skip
 _CLONE_NEWNET = 0x40000000
 
 
@@ -128,6 +134,7 @@ class Node:
                  "unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child",
                  "sh", str(HERE / "node.sh"), str(ROOTFS), str(self.work), self.name],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+                env=ENVIRONMENT,
             )  # fmt: skip
 
     def _daemon(self) -> dict[str, object]:
@@ -207,8 +214,10 @@ class LabShell:
     node: Node
 
     def argv(self, command: Sequence[str]) -> list[str]:
-        return ["nsenter", "--target", str(self.node.init), "--mount", "--uts", "--ipc", "--net",
-                "--pid", "--root", "--wdns=/root", "--", *command]  # fmt: skip
+        clean = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
+        spaces = ["--mount", "--uts", "--ipc", "--net", "--pid", "--root", "--wdns=/root"]
+        enter = ["nsenter", "--target", str(self.node.init), *spaces]
+        return ["env", "-i", *clean, *enter, "--", *command]
 
     def run(self, command: Sequence[str], *, stdin: str = "", timeout_s: float = 30.0) -> Done:
         return execute(self.argv(command), stdin, timeout_s)

@@ -1,27 +1,28 @@
 """A launch of fake ranks with its supervisor as a process, and what a script can do and see.
 
-The supervisor is a fork of the test, so it is on the head's network as the launcher is, and can be
-killed like any process.
+The supervisor is a process of its own (`supervised.py`) on the head's network, as the launcher is.
+It must not be a fork of the test, whose other threads may hold locks of the C library just then.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
+from lab import HERE, ROOT
 
-from glm_launch.errors import InterruptedLaunchError, LaunchError
 from glm_launch.supervise.desk import Desk, Saved
-from glm_launch.supervise.troubles import Rules
-from glm_launch.supervise.watchman import Watchman
 
 API = "http://127.0.0.1:8888"
 QUICK = {"settle_s": 1.0, "delays_s": (0.5, 1.0, 2.0)}
+SUPERVISED = str(HERE / "supervised.py")
 OURS = ["--filter", "label=io.glm-exl3.project"]
 
 
@@ -31,44 +32,44 @@ class Scene:
 
     fakes: object
     limits: dict[str, object] = field(default_factory=dict)
-    pid: int = 0
+    supervisor: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
         self.desk = Desk(self.fakes.folder)
 
     def watch(self) -> None:
-        """Start the supervisor; exit codes: 0 stopped, 5 gave up, 7 refused, 8 by a signal."""
-        self.pid = os.fork()
-        if self.pid:
-            return
-        code = 9
-        try:
-            cluster = self.fakes.cluster
-            rules = Rules(**QUICK | self.limits)
-            shells = cluster.runner.shells
-            code = 0 if Watchman(cluster, self.fakes.secrets, rules, lambda _: shells).run() else 5
-        except InterruptedLaunchError:
-            code = 8
-        except LaunchError as error:
-            self.desk.say(f"refused: {error}")
-            code = 7
-        finally:
-            os._exit(code)
+        """Start the supervisor; `supervised.py` has its exit codes."""
+        request = {"fakes": self.fakes.as_json(), "limits": QUICK | self.limits}
+        packages = os.pathsep.join(str(ROOT / name) for name in ("launcher", "overlay"))
+        self.supervisor = subprocess.Popen(
+            [sys.executable, SUPERVISED], stdin=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": packages},
+        )  # fmt: skip
+        assert self.supervisor.stdin is not None
+        self.supervisor.stdin.write(json.dumps(request).encode())
+        self.supervisor.stdin.close()
 
     def kill_supervisor(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        self.pid = 0
+        assert self.supervisor is not None
+        self.supervisor.kill()
+        self.supervisor.wait()
 
     def end_supervisor(self) -> int:
         """As every command does it: ask until it ends. Its exit code."""
-        while True:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
-                self.pid = 0
-                return os.waitstatus_to_exitcode(status)
-            os.kill(self.pid, signal.SIGTERM)
+        assert self.supervisor is not None
+        while self.supervisor.poll() is None:
+            self.supervisor.terminate()
             time.sleep(0.2)
+        return self.supervisor.returncode
+
+    @property
+    def watched(self) -> str | None:
+        """The generation that this scene's own supervisor watches."""
+        saved, supervisor = self.desk.saved(), self.supervisor
+        alive = supervisor is not None and supervisor.poll() is None
+        if saved is None or saved.phase != "watching" or not alive:
+            return None
+        return saved.generation if saved.identity.pid == supervisor.pid else None
 
     @property
     def nodes(self):
@@ -88,25 +89,30 @@ class Scene:
         """Seconds until it was so."""
         begin = time.monotonic()
         while not what():
-            assert time.monotonic() - begin < timeout_s, f"waited {timeout_s} s\n{self.said}"
+            assert time.monotonic() - begin < timeout_s, f"waited {timeout_s} s\n{self.evidence()}"
             time.sleep(0.05)
         return time.monotonic() - begin
 
     def wait_watching(self, other_than: str | None = None, timeout_s: float = 90.0) -> str:
         """The generation that is watched."""
 
-        def watched() -> bool:
-            saved = self.desk.saved()
-            return (
-                saved is not None and saved.phase == "watching" and self.desk.is_held()
-                and saved.generation != other_than
-            )  # fmt: skip
-
-        self.wait(watched, timeout_s)
+        self.wait(lambda: self.watched not in (None, other_than), timeout_s)
         return str(self.saved.generation)
 
     def wait_said(self, text: str, timeout_s: float = 60.0, after: int = 0) -> float:
         return self.wait(lambda: text in self.said[after:], timeout_s)
+
+    def evidence(self) -> str:
+        """What supervisor and ranks said and how they are, for whoever reads of a failure."""
+        ended = self.supervisor.poll() if self.supervisor else "never started"
+        parts = [f"supervisor: exit code {ended}, saved {self.desk.saved()}\n{self.said}"]
+        for number, node in enumerate(self.nodes):
+            name = f"glm-exl3-node{number}"
+            for command in (["ps", "-a"], ["inspect", "--format", "{{json .State}}", name],
+                            ["logs", "--timestamps", "--tail", "60", name]):  # fmt: skip
+                done = node.shell.run(["docker", *command])
+                parts.append(f"{node.name}: docker {command[0]}\n{done.out}{done.err}")
+        return "\n".join(parts)
 
     def docker(self, number: int, *command: str) -> str:
         done = self.nodes[number].shell.run(["docker", *command])
@@ -143,7 +149,6 @@ def playing(fakes: object, **limits: object) -> Iterator[Scene]:
         scene.wait_watching()
         yield scene
     finally:
-        if scene.pid:
-            scene.end_supervisor()
+        scene.end_supervisor()
         cluster.stop()
     assert scene.running() == [0] * len(scene.nodes)
