@@ -17,7 +17,10 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("experts", r"moe_(gate_up|down|rotate)|prefill_(mma_)?kernel|route_kernel|down_scale_kernel"),
     ("experts", r"combine_kernel|rotate_pairs|moe_align"),
     ("recoded linears", r"_rows_kernel|dynamic_per_token_scaled|scaled_mm"),
-    ("packed linears", r"linear_few|rotate_tokens|dequant_kernel|hadamard|had_kernel"),
+    (
+        "packed linears",
+        r"linear_few|linear_parts|rotate_(tokens|parts)|dequant_kernel|hadamard|had_kernel",
+    ),
     ("mHC", r"mhc|_seam_kernel|hc_(pre|post|prenorm|expand|contract)|prenorm_gemm|hyper"),
     (
         "KDA",

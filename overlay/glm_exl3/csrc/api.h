@@ -84,6 +84,26 @@ int64_t linear_decode_counters(int tokens, int n);
 int64_t linear_decode_workspace_bytes(int tokens, int k, int n);
 int linear_decode(const LinearArguments& arguments, cudaStream_t stream);
 
+// Up to kMostParts packed matrices of one rate, codebook and k, and dense rows beside them, times up to
+// kPartsTokens tokens; part i fills columns from column[i] of `out`. Counters and workspace are as for
+// linear_decode of each part, one after the other in `workspace`.
+constexpr int kMostParts = 4, kPartsTokens = 8;
+struct LinearPartsArguments {
+    const void* x;  // [tokens, k]
+    void* out;      // [tokens, stride]
+    int x_type, out_type, tokens, count;
+    int64_t stride;
+    Packed w[kMostParts];
+    int* counters[kMostParts];
+    int column[kMostParts], split_k[kMostParts];
+    const void* dense;  // [dense_rows, k] in x's type (16 bits), or null
+    int dense_rows, dense_column;
+    int gated;    // two parts alike, gate and up: out [tokens, n] is their clamped SwiGLU
+    float limit;  // of it; infinity: none
+    void* workspace;
+};
+int linear_parts(const LinearPartsArguments& arguments, cudaStream_t stream);
+
 // out [k, n] (or its transpose [n, k]) of any type = the dequantised matrix; rotated: the inner
 // matrix only. `bits2` = 2K, so that half rates are integers.
 struct DequantArguments {

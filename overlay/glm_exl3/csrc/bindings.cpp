@@ -5,6 +5,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
@@ -153,6 +154,45 @@ void linear_decode(Tensor x, Tensor trellis, Tensor suh, Tensor svh, int64_t cod
     check(exl3::linear_decode(a, device.stream()), "linear_decode");
 }
 
+// `columns` has one more than the packed parts where `dense` is given: its own.
+void linear_parts(Tensor x, std::vector<Tensor> trellis, std::vector<Tensor> suh, std::vector<Tensor> svh,
+                  int64_t codebook, std::optional<Tensor> dense, std::vector<int64_t> columns,
+                  std::vector<int64_t> split_k, std::optional<double> limit, std::vector<Tensor> counters,
+                  Tensor workspace, Tensor out) {
+    exl3::LinearPartsArguments a = {};
+    const size_t count = trellis.size();
+    if (count < 1 || count > exl3::kMostParts || suh.size() != count || svh.size() != count ||
+        split_k.size() != count || counters.size() != count || columns.size() != count + (dense ? 1 : 0)) {
+        throw std::runtime_error("glm_exl3_cuda.linear_parts: lists of parts differ in length or are too long");
+    }
+    for (size_t i = 0; i < count; ++i) {
+        a.w[i] = packed(trellis[i], suh[i], svh[i], codebook);
+        a.counters[i] = static_cast<int*>(counters[i].data_ptr());
+        a.column[i] = static_cast<int>(columns[i]);
+        a.split_k[i] = static_cast<int>(split_k[i]);
+    }
+    if (dense) {
+        if (!dense->is_contiguous() || type_code(*dense) != type_code(x)) {
+            throw std::runtime_error("glm_exl3_cuda.linear_parts: dense rows must be contiguous, in x's type");
+        }
+        a.dense = dense->data_ptr();
+        a.dense_rows = static_cast<int>(dense->size(0));
+        a.dense_column = static_cast<int>(columns[count]);
+    }
+    a.x = x.data_ptr();
+    a.out = out.data_ptr();
+    a.x_type = type_code(x);
+    a.out_type = type_code(out);
+    a.tokens = static_cast<int>(x.size(0));
+    a.count = static_cast<int>(count);
+    a.stride = out.size(1);
+    a.gated = limit ? 1 : 0;
+    a.limit = limit ? static_cast<float>(*limit) : 0.0f;
+    a.workspace = workspace.data_ptr();
+    const OnDeviceOf device(x);
+    check(exl3::linear_parts(a, device.stream()), "linear_parts");
+}
+
 void dequant(Tensor trellis, std::optional<Tensor> suh, std::optional<Tensor> svh, int64_t codebook,
              Tensor out) {
     if (!trellis.is_contiguous() || !out.is_contiguous()) {
@@ -246,6 +286,9 @@ STABLE_TORCH_LIBRARY(glm_exl3_cuda, m) {
     m.def("linear_decode(Tensor x, Tensor trellis, Tensor suh, Tensor svh, int codebook, "
           "Tensor? bias, int split_k, Tensor(a!) counters, Tensor(b!) workspace, "
           "Tensor(c!) out) -> ()");
+    m.def("linear_parts(Tensor x, Tensor[] trellis, Tensor[] suh, Tensor[] svh, int codebook, Tensor? dense, "
+          "int[] columns, int[] split_k, float? limit, Tensor(a!)[] counters, Tensor(b!) workspace, "
+          "Tensor(c!) out) -> ()");
     m.def("dequant(Tensor trellis, Tensor? suh, Tensor? svh, int codebook, Tensor(a!) out) -> ()");
     m.def("encode(Tensor x, Tensor table, int bits, Tensor(a!) workspace, Tensor(b!) states) -> ()");
     m.def("encode_workspace(int tiles, int bits, int blocks) -> int");
@@ -263,6 +306,7 @@ STABLE_TORCH_LIBRARY_IMPL(glm_exl3_cuda, CUDA, m) {
     m.impl("moe_decode", TORCH_BOX(&moe_decode));
     m.impl("moe_prefill", TORCH_BOX(&moe_prefill));
     m.impl("linear_decode", TORCH_BOX(&linear_decode));
+    m.impl("linear_parts", TORCH_BOX(&linear_parts));
     m.impl("dequant", TORCH_BOX(&dequant));
     m.impl("encode", TORCH_BOX(&encode));
     m.impl("had128", TORCH_BOX(&had128));

@@ -13,6 +13,7 @@ hold the same matrix must not replay at the same time.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,7 +26,16 @@ from glm_exl3.ops.cuda_encode import encode_tiles as encode
 from glm_exl3.ops.matrix import Exl3Stack, PackedMatrix
 from glm_exl3.ops.tuning import Problem, Step
 
-__all__ = ["dequant", "encode", "had128", "linear", "moe", "prepare_linear", "prepare_moe"]
+__all__ = [
+    "dequant",
+    "encode",
+    "had128",
+    "linear",
+    "moe",
+    "parts",
+    "prepare_linear",
+    "prepare_moe",
+]
 
 _CODES = {Codebook.INST3: 0, Codebook.MCG: 1, Codebook.MUL1: 2}
 _FAST_RATES = frozenset({2, 3, 4, 5, 6})
@@ -152,6 +162,15 @@ def linear(x: torch.Tensor, matrix: PackedMatrix, how: Step | None = None) -> to
         out,
     )
     return out.reshape(*x.shape[:-1], features)
+
+
+def parts(
+    x: torch.Tensor, matrices: Sequence[PackedMatrix | torch.Tensor], limit: float | None = None
+) -> torch.Tensor:
+    """x [..., k] -> [..., sum of n], for few tokens in one launch; see `cuda_parts.parts`."""
+    from glm_exl3.ops import cuda_parts
+
+    return cuda_parts.parts(x, matrices, limit)
 
 
 def prepare_moe(w13: Exl3Stack, w2: Exl3Stack) -> tuple[Exl3Stack, Exl3Stack]:

@@ -7,17 +7,26 @@ table, so an exported graph says what it calls.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import torch
 
 from glm_exl3.format.layout import TILE, Codebook
 from glm_exl3.ops import table
 from glm_exl3.ops.matrix import Exl3Stack, PackedMatrix
 
+Matrix: TypeAlias = PackedMatrix | torch.Tensor
+DENSE = "dense"  # the kind of a dense matrix; packed ones have their codebook's name
+
 _LIBRARY = torch.library.Library("glm_exl3", "FRAGMENT")
 
 _LIBRARY.define(
     "exl3_linear(Tensor x, Tensor trellis, Tensor suh, Tensor svh, str codebook, str backend)"
     " -> Tensor"
+)
+_LIBRARY.define(
+    "exl3_parts(Tensor x, Tensor[] tensors, str[] kinds, float? limit, str backend) -> Tensor"
 )
 _LIBRARY.define(
     "exl3_dequant(Tensor trellis, Tensor suh, Tensor svh, str codebook, ScalarType dtype,"
@@ -55,6 +64,44 @@ def _linear_fake(
     backend: str,
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], trellis.shape[1] * TILE))
+
+
+def _matrices(tensors: Sequence[torch.Tensor], kinds: Sequence[str]) -> list[Matrix]:
+    """The matrices of `exl3_parts`: three tensors of a packed one, one of a dense one."""
+    rest, found = iter(tensors), list[Matrix]()
+    for kind in kinds:
+        first = next(rest)
+        if kind == DENSE:
+            found.append(first)
+        else:
+            found.append(PackedMatrix(first, next(rest), next(rest), Codebook(kind)))
+    return found
+
+
+def _parts(
+    x: torch.Tensor,
+    tensors: list[torch.Tensor],
+    kinds: list[str],
+    limit: float | None,
+    backend: str,
+) -> torch.Tensor:
+    module = table.row(backend).load()
+    result: torch.Tensor = module.parts(x, _matrices(tensors, kinds), limit)
+    return result
+
+
+def _parts_fake(
+    x: torch.Tensor,
+    tensors: list[torch.Tensor],
+    kinds: list[str],
+    limit: float | None,
+    backend: str,
+) -> torch.Tensor:
+    widths = [
+        m.shape[0] if isinstance(m, torch.Tensor) else m.out_features
+        for m in _matrices(tensors, kinds)
+    ]
+    return x.new_empty((*x.shape[:-1], sum(widths) if limit is None else widths[0]))
 
 
 def _dequant(
@@ -130,6 +177,7 @@ def _moe_fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
 
 for _name, _run, _fake in (
     ("exl3_linear", _linear, _linear_fake),
+    ("exl3_parts", _parts, _parts_fake),
     ("exl3_dequant", _dequant, _dequant_fake),
     ("had128", _had128, _had128_fake),
     ("exl3_encode", _encode, _encode_fake),
@@ -144,6 +192,23 @@ def linear(x: torch.Tensor, matrix: PackedMatrix, backend: str) -> torch.Tensor:
     result: torch.Tensor = torch.ops.glm_exl3.exl3_linear(
         x, matrix.trellis, matrix.suh, matrix.svh, matrix.codebook.value, backend
     )
+    return result
+
+
+def parts(
+    x: torch.Tensor, matrices: Sequence[Matrix], limit: float | None, backend: str
+) -> torch.Tensor:
+    """x [..., k] -> the products side by side in x.dtype through one operation.
+
+    With a `limit` (infinity: no clamp) the two are gate and up and it gives their clamped SwiGLU.
+    """
+    tensors: list[torch.Tensor] = []
+    kinds: list[str] = []
+    for matrix in matrices:
+        dense = isinstance(matrix, torch.Tensor)
+        tensors += [matrix] if dense else [matrix.trellis, matrix.suh, matrix.svh]
+        kinds.append(DENSE if dense else matrix.codebook.value)
+    result: torch.Tensor = torch.ops.glm_exl3.exl3_parts(x, tensors, kinds, limit, backend)
     return result
 
 

@@ -8,6 +8,7 @@ bf16 weights would hold.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from glm_exl3.ops.matrix import Exl3Stack, PackedMatrix
 from glm_exl3.ref import hadamard
 from glm_exl3.ref.decode import dequantize
 from glm_exl3.ref.encode_host import encode_tiles_on_host
-from glm_exl3.ref.linear import exl3_linear
+from glm_exl3.ref.linear import exl3_linear, exl3_parts_apart
 from glm_exl3.ref.moe import exl3_moe, swiglu_clamped
 
 FEW_ROWS = 4
@@ -27,6 +28,17 @@ FEW_ROWS = 4
 def linear(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
     """x [..., k] -> [..., n] in x.dtype; fp32 inside."""
     return exl3_linear(x, matrix.trellis, matrix.suh, matrix.svh, matrix.codebook)
+
+
+def parts(
+    x: torch.Tensor, matrices: Sequence[PackedMatrix | torch.Tensor], limit: float | None = None
+) -> torch.Tensor:
+    """The products side by side, or with a `limit` the clamped SwiGLU of gate and up."""
+    products = [
+        F.linear(x, matrix) if isinstance(matrix, torch.Tensor) else linear(x, matrix)
+        for matrix in matrices
+    ]
+    return exl3_parts_apart(products, limit)
 
 
 def moe(

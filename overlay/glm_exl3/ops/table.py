@@ -8,6 +8,7 @@ error, never a silent fallback.
 A back-end module provides
 
     linear(x, matrix) -> y                 x [..., k], y [..., n] in x.dtype
+    parts(x, matrices, limit) -> y         products side by side, or gate and up as their activation
     moe(x, topk_ids, topk_weights, w13, w2, limit, expert_map) -> y [T, H] in x.dtype, rank-partial
     dequant(matrix, dtype) -> W [k, n]
     had128(x, pre, post) -> had128(x * pre) * post, last dimension, x.dtype

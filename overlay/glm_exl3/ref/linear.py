@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 
 from glm_exl3.format.layout import Codebook
 from glm_exl3.ref.decode import channel_scales, decode_rotated
@@ -28,3 +31,16 @@ def exl3_linear(
     if bias is not None:
         out = out + bias.to(work)
     return out.to(x.dtype)
+
+
+def exl3_parts_apart(products: Sequence[torch.Tensor], limit: float | None = None) -> torch.Tensor:
+    """Products [..., n] of the same tokens as one tensor: side by side in order.
+
+    With a `limit` (infinity: no clamp) the two are gate and up and the result is their clamped
+    SwiGLU [..., n], in fp32 from what their type holds, rounded once.
+    """
+    if limit is None:
+        return torch.cat(list(products), dim=-1)
+    gate, up = (product.float() for product in products)
+    gated = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    return gated.to(products[0].dtype)

@@ -1,0 +1,7 @@
+#include "launch_parts.cuh"
+
+namespace exl3 {
+
+template int parts_instance<6, Codebook::kMul1>(const LinearPartsArguments&, cudaStream_t);
+
+}  // namespace exl3

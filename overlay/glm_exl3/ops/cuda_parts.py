@@ -1,0 +1,128 @@
+"""Several matrices times the same few tokens in one launch of the CUDA back end.
+
+The launch writes every product into its columns of one output, so nothing is laid together
+afterwards. A packed part has the bits of its own `linear`; dense rows are summed in fp32 in another
+order than the vendor's product. What the kernel does not take is multiplied apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from glm_exl3.ops import cuda_backend, reference, tuning
+from glm_exl3.ops.matrix import PackedMatrix
+from glm_exl3.ref.linear import exl3_parts_apart
+
+FEW_TOKENS = 8  # kPartsTokens of the kernel
+MOST_PARTS = 4  # kMostParts
+
+
+def parts(
+    x: torch.Tensor, matrices: Sequence[PackedMatrix | torch.Tensor], limit: float | None = None
+) -> torch.Tensor:
+    """x [..., k] -> the products side by side [..., sum of n] in x.dtype.
+
+    A `limit` (infinity: no clamp) asks for the clamped SwiGLU of two packed matrices, gate and up,
+    in place of both: [..., n].
+    """
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if not 0 < rows.shape[0] <= FEW_TOKENS or not takes(matrices, x.dtype, gated=limit is not None):
+        return exl3_parts_apart([_alone(x, matrix) for matrix in matrices], limit)
+    widths = [_width(matrix) for matrix in matrices]
+    width = sum(widths) if limit is None else widths[0]
+    out = torch.empty(rows.shape[0], width, dtype=x.dtype, device=x.device)
+    for launch in _launches(matrices, widths):
+        launch.run(rows, out, limit)
+    return out.reshape(*x.shape[:-1], width)
+
+
+def takes(
+    matrices: Sequence[PackedMatrix | torch.Tensor], dtype: torch.dtype, *, gated: bool
+) -> bool:
+    """Whether the kernel has these matrices: fast rates, one dense matrix of the tokens' type.
+
+    Gate and up must be packed alike. Not when the table sends few tokens of a part elsewhere.
+    """
+    packed = [m for m in matrices if isinstance(m, PackedMatrix)]
+    dense = [m for m in matrices if isinstance(m, torch.Tensor)]
+    if not packed or len(dense) > 1 or len({_inputs(m) for m in matrices}) > 1:
+        return False
+    if dense and (dtype != dense[0].dtype or dtype not in (torch.bfloat16, torch.float16)):
+        return False
+    alike = len({(m.trellis.shape, m.codebook) for m in packed}) == 1
+    if gated and (dense or len(packed) != 2 or not alike):
+        return False
+    return all(
+        cuda_backend.has_fast_kernel(m.trellis, m.codebook)
+        and cuda_backend._step("linear", m, FEW_TOKENS).path == tuning.STREAMED
+        for m in packed
+    )
+
+
+def _alone(x: torch.Tensor, matrix: PackedMatrix | torch.Tensor) -> torch.Tensor:
+    if isinstance(matrix, torch.Tensor):
+        return reference.dense_linear(x, matrix)
+    return cuda_backend.linear(x, matrix)
+
+
+def _width(matrix: PackedMatrix | torch.Tensor) -> int:
+    return matrix.shape[0] if isinstance(matrix, torch.Tensor) else matrix.out_features
+
+
+def _inputs(matrix: PackedMatrix | torch.Tensor) -> int:
+    return matrix.shape[1] if isinstance(matrix, torch.Tensor) else matrix.in_features
+
+
+@dataclass
+class _Launch:
+    """Matrices of one rate and codebook with their first columns, dense rows beside them."""
+
+    packed: list[tuple[int, PackedMatrix]]
+    dense: tuple[int, torch.Tensor] | None = None
+
+    def run(self, rows: torch.Tensor, out: torch.Tensor, limit: float | None) -> None:
+        ops, tokens = cuda_backend._ops(), rows.shape[0]
+        matrices = [matrix for _, matrix in self.packed]
+        columns = [column for column, _ in self.packed]
+        size_bytes = sum(
+            ops.linear_decode_workspace(tokens, m.in_features, m.out_features) for m in matrices
+        )
+        ops.linear_parts(
+            rows,
+            [m.trellis for m in matrices],
+            [m.suh for m in matrices],
+            [m.svh for m in matrices],
+            cuda_backend._CODES[matrices[0].codebook],
+            None if self.dense is None else self.dense[1],
+            columns if self.dense is None else [*columns, self.dense[0]],
+            [cuda_backend._step("linear", m, tokens).split_k for m in matrices],
+            limit,
+            [cuda_backend._linear_counters(m) for m in matrices],
+            cuda_backend._scratch(rows.device, size_bytes),
+            out,
+        )
+
+
+def _launches(
+    matrices: Sequence[PackedMatrix | torch.Tensor], widths: Sequence[int]
+) -> list[_Launch]:
+    """As few launches as rates and codebooks allow."""
+    launches: dict[tuple[object, ...], list[_Launch]] = {}
+    dense: tuple[int, torch.Tensor] | None = None
+    column = 0
+    for matrix, width in zip(matrices, widths, strict=True):
+        if isinstance(matrix, torch.Tensor):
+            dense = (column, matrix)
+        else:
+            kind = (matrix.trellis.shape[-1], matrix.codebook)
+            found = launches.setdefault(kind, [_Launch([])])
+            if len(found[-1].packed) == MOST_PARTS:
+                found.append(_Launch([]))
+            found[-1].packed.append((column, matrix))
+        column += width
+    flat = [launch for found in launches.values() for launch in found]
+    flat[0].dense = dense
+    return flat
