@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,10 @@ def _patterns(value: str) -> tuple[str, ...]:
     return _names(value)
 
 
-def _fused(value: str) -> tuple[str, ...]:
+def _some_of(known: tuple[str, ...], value: str) -> tuple[str, ...]:
     names = () if value.strip() == "none" else _names(value)
-    unknown = sorted(set(names) - set(FUSED_NAMES))
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)}: known are none, {', '.join(FUSED_NAMES)}")
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"{', '.join(unknown)}: known are none, {', '.join(known)}")
     return names
 
 
@@ -93,9 +93,6 @@ def _bits(value: str) -> int:
     if bits not in recode.BITS:
         raise ValueError(f"must be {recode.BITS[0]} to {recode.BITS[-1]}")
     return bits
-
-
-FUSED_NAMES = ("mhc", "kda", "router")
 
 
 @dataclass(frozen=True)
@@ -177,14 +174,22 @@ ACCEPT_PATCHES = Knob(
     _names,
     "comma-separated patch ids (or all) to apply to vLLM sources with an unknown fingerprint",
 )
+FUSED_NAMES = ("mhc", "kda", "router")
 FUSED_OPS = Knob(
     "GLM_EXL3_FUSED_OPS",
     (),
-    _fused,
+    partial(_some_of, FUSED_NAMES),
     "comma-separated fused decode ops to use in place of vLLM's: mhc, kda, router, or none",
 )
 SHARED_BESIDE = Knob(
     "GLM_EXL3_SHARED_BESIDE", False, _flag, "1: the shared expert starts with the routed ones"
+)
+TOGETHER = Knob(
+    "GLM_EXL3_TOGETHER",
+    (),
+    partial(_some_of, ("parts", "dense", "activation")),
+    "comma-separated parts of merged layers that share a launch up to 8 tokens: parts (packed), "
+    "dense (beside packed), activation (of gate and up), or none",
 )
 EARLY_LAUNCH = Knob("GLM_EXL3_EARLY_LAUNCH", True, _flag, "0: no kernel starts before its input")
 SPREAD = Knob("GLM_EXL3_SPREAD", False, _flag, "1: few blocks of experts spread over the whole GPU")
@@ -308,6 +313,7 @@ KNOBS: tuple[Knob, ...] = (
     ACCEPT_PATCHES,
     FUSED_OPS,
     SHARED_BESIDE,
+    TOGETHER,
     EARLY_LAUNCH,
     SPREAD,
     ATTENTION,

@@ -23,6 +23,7 @@ from glm_exl3.quant.ablit import check_registered
 from glm_exl3.quant.completeness import Naming, Taker
 from glm_exl3.quant.loading import load_checked
 from glm_exl3.quant.startup import compare_digests, prepare_model
+from glm_exl3.quant.together import join_activations
 
 
 def prepare(vllm_config: Any) -> None:
@@ -56,6 +57,7 @@ class Exl3Glm5NextForCausalLM(Glm5NextForCausalLM):
             prepare(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         join(self.model)
+        join_activations(self.model)
         steer.install(self.model)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

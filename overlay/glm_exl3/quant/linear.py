@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 
 from glm_exl3.ops import library, reference, table
 from glm_exl3.ops.matrix import PackedMatrix
+from glm_exl3.quant import together
 from glm_exl3.quant.facts import Facts
 from glm_exl3.quant.names import FREE_WIDTH, Source, split_prefix
 from glm_exl3.quant.params import LinearCollector
@@ -44,9 +45,13 @@ class LoadedLinear:
 
     terms: tuple[Term, ...]
     backend: str
+    together: bool = False  # by one operation; see `quant.together`
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., k] -> [..., sum of widths] in x.dtype."""
+        if self.together and x.shape[-1] == self.terms[0].inputs:
+            y = library.parts(x, [term.matrix for term in self.terms], None, self.backend)
+            return y if bias is None else y + bias
         outputs = self.products(x)
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return y if bias is None else y + bias
@@ -86,7 +91,8 @@ def finish_linear(
             joined.append(term)
         else:
             joined[-1] = merged
-    return LoadedLinear(tuple(_prepared(term, row) for term in joined), row.name)
+    prepared = tuple(_prepared(term, row) for term in joined)
+    return LoadedLinear(prepared, row.name, together.share(prepared))
 
 
 def _prepared(term: Term, row: table.BackendRow) -> Term:
@@ -158,4 +164,5 @@ class Exl3LinearMethod(LinearMethodBase):
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         loaded: LoadedLinear = layer.exl3
-        return loaded.apply(x, bias)
+        gated = together.gated(layer, x) if bias is None else None
+        return loaded.apply(x, bias) if gated is None else gated
