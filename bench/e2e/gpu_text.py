@@ -43,7 +43,6 @@ from h200.engines import NCCL
 from kvcache.turns import BLOCK, GRAIN
 
 REFERENCE = draft_rows.ROOT / "bench" / "expected" / "cpu-engine" / "texts.json"
-MACHINE = "CPU engine: 2 shared x86-64 cores, 24 GiB, torch on the CPU; no GPU"
 BEGINNINGS = (6, 8, 11, 13, 16, 18, 21, 23)
 TEXTS = NEEDLES = 4
 RANDOM_LENGTHS, RANDOM_IDS = (3, 9, 17, 33, 70, 150, 400, 700), (64, 1800)
@@ -269,7 +268,8 @@ def rounded(line: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
 
 def write_reference(visit: Visit) -> int:
     """Lines of every model from the engine of this machine."""
-    record: dict[str, Any] = {"machine": MACHINE, "date": time.strftime("%Y-%m-%d"), "models": {}}
+    record: dict[str, Any] = {"machine": visit.options.machine, "models": {}}
+    record["date"] = time.strftime("%Y-%m-%d")
     for model in dict.fromkeys(case.model for case in ONE):
         found = visit.run(Case(model, eager=True), keep=True)
         if "error" in found:
@@ -298,6 +298,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a reference's lines")
     parser.add_argument("--more", type=json.loads, default={}, help="further engine arguments")
     parser.add_argument("--reference", action="store_true", help="write the file of lines")
+    parser.add_argument("--machine", default="", help="what the reference says it was made on")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     names = [name for one in options.only for name in GROUPS.get(one, (one,))]
