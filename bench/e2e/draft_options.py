@@ -82,21 +82,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m e2e.draft_options")
+    made.add_argument("--out", type=Path, required=True)
+    made.add_argument("--only", type=lambda text: text.split(","), default=None)
+    made.add_argument("--soak", type=int, default=0, metavar="STEPS")
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--budget-s", type=float, default=0.0)
+    draft_rows.add_arguments(made)
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m e2e.draft_options")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=None)
-    parser.add_argument("--soak", type=int, default=0, metavar="STEPS")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--budget-s", type=float, default=0.0)
-    draft_rows.add_arguments(parser)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options, rest = parser.parse_known_args(given)
+    options, rest = parser().parse_known_args(given)
     if not options.soak:
         return methods.main(["--methods", TEXTS, *given])
     if rest:
-        parser.error(f"unknown: {' '.join(rest)}")
+        parser().error(f"unknown: {' '.join(rest)}")
     rows = measure(options)
     return int(not all(row["ok"] for row in rows.values()))
 

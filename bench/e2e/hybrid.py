@@ -221,17 +221,22 @@ def show(result: dict[str, Any]) -> None:
         print(f"engine, {row['kind']:22} {alone:7.3f} {both:8.3f}  {both / alone - 1:+7.1%}")
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m e2e.hybrid")
+    made.add_argument("result", type=Path)
+    made.add_argument("--tokens", type=int, default=80)
+    made.add_argument("--graphs", action="store_true")
+    made.add_argument("--real", action="store_true")
+    made.add_argument("--modules", action="store_true")
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the arguments, measure, write and show; 1 when a target was missed."""
-    parser = argparse.ArgumentParser(prog="python -m e2e.hybrid")
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--tokens", type=int, default=80)
-    parser.add_argument("--graphs", action="store_true")
-    parser.add_argument("--real", action="store_true")
-    parser.add_argument("--modules", action="store_true")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     if options.modules and (options.real or options.graphs):
-        parser.error("--modules starts no engine: leave out --real and --graphs")
+        parser().error("--modules starts no engine: leave out --real and --graphs")
     begin = time.monotonic()
     result = measure(
         options.result, options.tokens,

@@ -241,15 +241,20 @@ def line_of(row: Mapping[str, Any]) -> str:
     return f"{row['tokens']:3} tokens, {row['setting']:24} {times}{bad}"
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m e2e.layers")
+    made.add_argument("result", type=Path)
+    made.add_argument("--tokens", type=numbers, default=[1, 4, 16])
+    made.add_argument("--layers", type=int, default=4)
+    made.add_argument("--orders", type=names, default=list(ORDERS))
+    made.add_argument("--same-suh", action="store_true", help="gate and up share input scales")
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every setting; 1 when two orders gave different sums."""
-    parser = argparse.ArgumentParser(prog="python -m e2e.layers")
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--tokens", type=numbers, default=[1, 4, 16])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--orders", type=names, default=list(ORDERS))
-    parser.add_argument("--same-suh", action="store_true", help="gate and up share input scales")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     import vllm._custom_ops  # noqa: F401 - registers the operations
 
     random = torch.Generator("cuda").manual_seed(7)

@@ -5,18 +5,28 @@
 Its package (1.6.5 knows the architecture) builds the model from the folder of headers that
 `glm_exl3.dummy` writes; every tensor it asks for is made on the GPU by the generator that fills
 ours, so sizes, rates and distributions are the same. Timed is the model's forward pass as its
-generator calls it, with the choice of the likeliest token on the GPU and without its scheduler and
-sampler, which favours the peer. One step of eight tokens of one request stands for verification.
+generator calls it (graphs per layer up to eight requests, prompts in chunks, logits of the last
+token), with the choice of the likeliest token on the GPU and without its scheduler and sampler; the
+fastest of three rounds counts. One pass of eight tokens of one request, without the record that
+taking drafts back needs, stands for verification. All of that favours the peer.
+
+What would fail late is checked first: its imports, and that its extension is compiled already
+(`python -m h200.prepare peer-package`), since its import would otherwise do that for minutes. A
+measurement that fails leaves its error in the row; without the first one the rest does not run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +35,13 @@ import torch
 from glm_exl3.dummy.values import DeviceStreams, fill_dense
 from glm_exl3.format.layout import TILE, Codebook
 
-CONTEXT, STEPS, WARM, PAGE = 1024, 48, 8, 256
+CONTEXT, STEPS, WARM, ROUNDS, PAGE = 1024, 48, 8, 3, 256
 VERIFIED = 8
 CHUNK = 2048  # the generator's default
 REQUESTS = (1, 4, 16)
 PREFILL = 32768
+NEEDED = ("exllamav3", "marisa_trie", "llguidance", "pydantic", "rich", "tokenizers", "PIL", "yaml")
+ARCHITECTURES = "9.0"  # those of `h200.prepare`: with others its import compiles anew
 
 
 def made(
@@ -100,14 +112,13 @@ class Peer:
     """The loaded model with its cache."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
-        from exllamav3 import Cache, Config, Model
-
+        package = import_module("exllamav3")
         started = time.perf_counter()
-        config = Config.from_directory(str(folder))
+        config = package.Config.from_directory(str(folder))
         source = Source(config.stc, DeviceStreams(0, torch.device("cuda:0")))
         config.stc.get_tensor = source
-        self.model = Model.from_config(config)
-        self.cache = Cache(self.model, max_num_tokens=tokens, max_batch_size=max(REQUESTS))
+        self.model = package.Model.from_config(config)
+        self.cache = package.Cache(self.model, max_num_tokens=tokens, max_batch_size=max(REQUESTS))
         self.model.load(device="cuda:0", progressbar=False)
         torch.cuda.synchronize()
         self.start_s = time.perf_counter() - started
@@ -116,52 +127,49 @@ class Peer:
     def ids(self, requests: int, tokens: int) -> torch.Tensor:
         return torch.randint(64, self.vocabulary, (requests, tokens))
 
-    def forward(self, ids: torch.Tensor, past: int, room: int, states: Any) -> tuple[Any, Any]:
+    def forward(
+        self, ids: torch.Tensor, past: int, room: int, states: Any, **more: int
+    ) -> tuple[Any, Any]:
         """Logits of one pass over `ids` behind `past` tokens, and the states to go on with."""
         parameters = {
             "attn_mode": "flash_attn",
             "cache": self.cache,
             "past_len": past,
             "batch_shape": (ids.shape[0], room),
+            **more,
         }
         if states is not None:
             parameters["recurrent_states"] = states
         logits = self.model.forward(ids, parameters)
         return logits, parameters.get("recurrent_states")
 
-    def prefill(self, ids: torch.Tensor, room: int) -> tuple[Any, Any]:
-        """In chunks, as the generator does."""
-        logits = states = None
-        for start in range(0, ids.shape[1], CHUNK):
-            logits, states = self.forward(ids[:, start : start + CHUNK], start, room, states)
-        return logits, states
+    def prefill(self, ids: torch.Tensor, room: int) -> Any:
+        """The states behind `ids`, in chunks and with logits of the last token, as the generator
+        does it; all requests together have the tokens of one chunk."""
+        self.cache.reset_states()  # a measurement that failed kept its own
+        states, chunk = None, CHUNK // ids.shape[0]
+        for start in range(0, ids.shape[1], chunk):
+            piece = ids[:, start : start + chunk]
+            _, states = self.forward(piece, start, room, states, last_tokens_only=1)
+        return states
 
-    def release(self, states: Any) -> None:
-        for state in states or []:
-            free = getattr(state, "free", None)
-            if free is not None:
-                free()
-
-    @torch.inference_mode()
     def step_ms(self, requests: int, tokens: int) -> float:
         """Milliseconds of a pass of `tokens` tokens for each of `requests`."""
-        steps = STEPS // tokens + WARM
-        room = -(-(CONTEXT + tokens * (steps + 1)) // PAGE) * PAGE
-        _, states = self.prefill(self.ids(requests, CONTEXT), room)
-        fixed, past, begin = self.ids(requests, tokens), CONTEXT, 0.0
-        for step in range(steps):
-            if step == WARM:
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-            logits, states = self.forward(fixed, past, room, states)
-            fixed = logits.argmax(-1).cpu() if tokens == 1 else fixed
-            past += tokens
-        torch.cuda.synchronize()
-        spent = time.perf_counter() - begin
-        self.release(states)
-        return 1000 * spent / (steps - WARM)
+        each = STEPS // tokens
+        room = -(-(CONTEXT + tokens * (WARM + ROUNDS * each)) // PAGE) * PAGE
+        states = self.prefill(self.ids(requests, CONTEXT), room)
+        fixed, past, times = self.ids(requests, tokens), CONTEXT, list[float]()
+        for count in (WARM, *[each] * ROUNDS):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(count):
+                logits, states = self.forward(fixed, past, room, states)
+                fixed = logits.argmax(-1).cpu() if tokens == 1 else fixed
+                past += tokens
+            torch.cuda.synchronize()
+            times.append(1000 * (time.perf_counter() - begin) / count)
+        return min(times[1:])
 
-    @torch.inference_mode()
     def prefill_s(self, tokens: int) -> float:
         """Seconds from a cold prompt to its logits."""
         room = -(-(tokens + PAGE) // PAGE) * PAGE
@@ -169,10 +177,9 @@ class Peer:
             ids = self.ids(1, length)
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            _, states = self.prefill(ids, room)
+            self.prefill(ids, room)
             torch.cuda.synchronize()
             spent = time.perf_counter() - begin
-            self.release(states)
         return spent
 
 
@@ -184,8 +191,21 @@ def complete(folder: Path) -> None:
     path.write_text(json.dumps(settings))
 
 
-def measure(folder: Path, layers: int, result: Path) -> None:
-    """Every figure, saved after each."""
+def unready() -> str:
+    """What would fail or compile for minutes at the peer's import, or nothing."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        return f"the peer needs {', '.join(missing)}: carry the wheels along"
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if not any(root.rglob("exllamav3_ext.so")):
+        return f"no exllamav3_ext.so below {root}: python -m h200.prepare peer-package FILES WORK"
+    return ""
+
+
+def measure(folder: Path, layers: int, result: Path) -> bool:
+    """Every figure, saved after each; whether all could be taken."""
     peer = Peer(folder, max(PREFILL + PAGE, max(REQUESTS) * 2 * CONTEXT))
     found: dict[str, Any] = {
         "engine": "exllamav3 1.6.5",
@@ -195,33 +215,57 @@ def measure(folder: Path, layers: int, result: Path) -> None:
         "used_gib": torch.cuda.max_memory_allocated() / 2**30,
         "rows": [],
     }
+    print(f"{layers} layers loaded in {peer.start_s:.0f} s", flush=True)
 
-    def add(**row: Any) -> None:
+    def add(figure: str, take: Callable[[], float], **row: Any) -> None:
+        try:
+            with torch.inference_mode():
+                row[figure] = take()
+        except Exception as error:  # noqa: BLE001 - the next measurement may still work
+            row["error"] = f"{type(error).__name__}: {error}"[:600]
         found["rows"].append(row)
         result.write_text(json.dumps(found, indent=1) + "\n")
         print(row, flush=True)
 
     for requests in REQUESTS:
-        ms = peer.step_ms(requests, 1)
-        add(kind="decode", requests=requests, context=CONTEXT, step_ms=ms)
-    add(kind="verify", requests=1, tokens=VERIFIED, step_ms=peer.step_ms(1, VERIFIED))
-    seconds = peer.prefill_s(PREFILL)
-    add(kind="prefill", context=PREFILL, seconds=seconds, tokens_per_s=PREFILL / seconds)
+        take = partial(peer.step_ms, requests, 1)
+        add("step_ms", take, kind="decode", requests=requests, context=CONTEXT)
+        if "error" in found["rows"][0]:
+            return False
+    add("step_ms", partial(peer.step_ms, 1, VERIFIED), kind="verify", requests=1, tokens=VERIFIED)
+    add("seconds", partial(peer.prefill_s, PREFILL), kind="prefill", context=PREFILL)
+    last = found["rows"][-1]
+    if "seconds" in last:
+        last["tokens_per_s"] = PREFILL / last["seconds"]
+        result.write_text(json.dumps(found, indent=1) + "\n")
+    return not any("error" in row for row in found["rows"])
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m e2e.peer_engine")
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--layers", type=int, default=45)
-    parser.add_argument("--work", type=Path, required=True)
-    options = parser.parse_args(arguments)
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m e2e.peer_engine")
+    made.add_argument("result", type=Path)
+    made.add_argument("--layers", type=int, default=45)
+    made.add_argument("--work", type=Path, required=True)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check, write the folder, measure; 1 when a figure is missing."""
+    options = parser().parse_args(arguments)
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)
+    if lacking := unready():
+        print(lacking)
+        return 1
     folder = options.work / f"peer-{options.layers}"
+    staged = folder.with_suffix(".new")
     if not folder.exists():
-        dummy = ["--family", "full", "--layers", str(options.layers), "--out", str(folder)]
+        dummy = ["--family", "full", "--layers", str(options.layers), "--out", str(staged)]
         subprocess.run([sys.executable, "-m", "glm_exl3.dummy", *dummy], check=True)
+        staged.rename(folder)
     complete(folder)
-    measure(folder, options.layers, options.result)
+    return int(not measure(folder, options.layers, options.result))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -43,13 +43,18 @@ def job(drafter: Path, length: int) -> dict[str, Any]:
     return {"engine": engine, "turns": {"length": length, "answer": 24, "question": 60}}
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m kvcache.turns")
+    made.add_argument("work", type=Path)
+    made.add_argument("--out", type=Path, required=True)
+    made.add_argument("--length", type=int, default=7760)
+    made.add_argument("--machine", default="")
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvcache.turns")
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--length", type=int, default=7760)
-    parser.add_argument("--machine", default="")
-    asked = parser.parse_args(arguments)
+    asked = parser().parse_args(arguments)
     asked.work.mkdir(parents=True, exist_ok=True)
     drafter = asked.work / "sliding"
     if not drafter.exists():

@@ -16,7 +16,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,15 +162,21 @@ def measure(
         save(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m nano.recode")
-    parser.add_argument("model", type=Path)
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--schemes", default="fp8,fp8-scaled,int8")
-    parser.add_argument("--texts", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=511)
-    parser.add_argument("--cache", type=Path, help="folder of matrices recoded to exl3")
-    options = parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m nano.recode")
+    made.add_argument("model", type=Path)
+    made.add_argument("result", type=Path)
+    made.add_argument("--schemes", default="fp8,fp8-scaled,int8")
+    made.add_argument("--texts", type=int, default=16)
+    made.add_argument("--tokens", type=int, default=511)
+    made.add_argument("--cache", type=Path, help="folder of matrices recoded to exl3")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the arguments, measure, write after every scheme."""
+    options = parser().parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     panel = json.loads(PANEL.read_text())["texts"][: options.texts]
     texts = torch.tensor([text[: options.tokens + 1] for text in panel], device=device)

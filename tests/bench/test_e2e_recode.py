@@ -72,7 +72,7 @@ def test_engines_run_in_order_and_none_starts_behind_the_budget(
         return result({"off": 10.0, "fp8": 8.0, "exl3": 9.0}[scheme], 2.0)
 
     clock = [0.0]
-    monkeypatch.setattr(recode_steps.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("e2e.recode_steps.time.monotonic", lambda: clock[0])
     monkeypatch.setattr(recode_steps, "run_step", run)
     out = tmp_path / "step.json"
     figures = recode_steps.measure(tmp_path, out, recode_steps.ORDER, 130.0)
