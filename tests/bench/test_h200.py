@@ -75,6 +75,23 @@ def test_every_program_takes_its_arguments(job: Job, monkeypatch: pytest.MonkeyP
         understand(name, arguments, monkeypatch)
 
 
+def test_every_stage_of_a_longer_program_takes_its_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from e2e import drafting
+    from kv import visit
+
+    for stage in drafting.stages(Path("/made-up")):
+        name, *given = (*stage.command, *stage.flag, "/made-up/result.json")
+        with monkeypatch.context() as patch:
+            understand(name, given, patch)
+    for step in visit.steps(Path("/made-up")):
+        _, name, *given = (word.replace("{left}", "100") for word in step.command)
+        if name not in TARGETLESS:
+            with monkeypatch.context() as patch:
+                understand(name, given, patch)
+
+
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_everything_a_job_names_is_known_and_there(job: Job) -> None:
     whole = filled([list(job.command), dict(job.env), dict(job.data or {})], NAMES)
@@ -91,9 +108,11 @@ def test_vllm_knows_every_engine_argument_and_the_bench_every_measurement() -> N
 
     from e2e.inside import Bench
     from e2e.recode_steps import ENGINE, MEASURES
+    from kvcache import turns
 
     known = {one.name for one in dataclasses.fields(EngineArgs)}
     engines = [dict(job.data) for job in JOBS if job.data and "engine" in job.data]
+    assert not set(turns.job(Path("/made-up"), 100)["engine"]) - known
     for asked in [*engines, {"engine": ENGINE, "measure": MEASURES}]:
         assert not set(asked["engine"]) - known
         assert all(hasattr(Bench, row["kind"]) for row in asked["measure"])
