@@ -48,6 +48,15 @@ def test_every_fast_rate_and_type(backend, generator, codebook, last_dim, tokens
     assert torch.equal(backend.parts(x, parts), alone(backend, x, parts))
 
 
+def test_a_row_of_a_wider_tensor(backend, generator):
+    parts = matrices(512, (128, 256), generator)
+    dense = torch.randn(24, 512, device="cuda", generator=generator).bfloat16()
+    x = tokens_of(3, 520, generator)[1:2, 4:516]
+    found = backend.parts(x, [*parts, dense])
+    assert torch.equal(found, backend.parts(x.clone(), [*parts, dense]))
+    assert torch.equal(found[:, :384], alone(backend, x.clone(), parts))
+
+
 def test_rates_and_more_parts_than_a_launch_takes(backend, generator):
     parts = [
         *matrices(512, (128, 256, 128, 384, 128), generator, 64, MCG),
@@ -59,7 +68,7 @@ def test_rates_and_more_parts_than_a_launch_takes(backend, generator):
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 24, 320])
+@pytest.mark.parametrize("rows", [1, 4, 24, 320])
 @pytest.mark.parametrize("k", [128, 640, 4096])
 def test_dense_rows_beside_packed_parts(backend, generator, k, rows, dtype, tokens):
     packed = random_matrix(k, 1024, 64, MCG, generator)

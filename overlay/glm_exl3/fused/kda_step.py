@@ -39,7 +39,7 @@ def projections(layer: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.T
     """The layer's qkv `[T, 3P]` and what lies behind it `[T, heads + 2 * width]`."""
     loaded = getattr(layer.in_proj_qkvbfg_a, "exl3", None)
     width = 3 * layer.local_projection_size
-    if loaded is not None and [term.width for term in loaded.terms][0] == width:
+    if loaded is not None and not loaded.together and loaded.terms[0].width == width:
         first, *rest = loaded.products(hidden)
         return first, rest[0] if len(rest) == 1 else torch.cat(rest, dim=-1)
     projected = layer.in_proj_qkvbfg_a(hidden)[0]

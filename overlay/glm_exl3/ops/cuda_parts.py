@@ -18,6 +18,7 @@ from glm_exl3.ref.linear import exl3_parts_apart
 
 FEW_TOKENS = 8  # kPartsTokens of the kernel
 MOST_PARTS = 4  # kMostParts
+STORED = 4  # numbers that the kernel stores at once, so columns and rows start at multiples
 
 
 def parts(
@@ -31,6 +32,8 @@ def parts(
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if not 0 < rows.shape[0] <= FEW_TOKENS or not takes(matrices, x.dtype, gated=limit is not None):
         return exl3_parts_apart([_alone(x, matrix) for matrix in matrices], limit)
+    if rows.data_ptr() % 16:  # a row of some wider tensor
+        rows = rows.clone()
     widths = [_width(matrix) for matrix in matrices]
     width = sum(widths) if limit is None else widths[0]
     out = torch.empty(rows.shape[0], width, dtype=x.dtype, device=x.device)
@@ -50,7 +53,8 @@ def takes(
     dense = [m for m in matrices if isinstance(m, torch.Tensor)]
     if not packed or len(dense) > 1 or len({_inputs(m) for m in matrices}) > 1:
         return False
-    if dense and (dtype != dense[0].dtype or dtype not in (torch.bfloat16, torch.float16)):
+    short = dtype in (torch.bfloat16, torch.float16)
+    if dense and (dtype != dense[0].dtype or not short or dense[0].shape[0] % STORED):
         return False
     alike = len({(m.trellis.shape, m.codebook) for m in packed}) == 1
     if gated and (dense or len(packed) != 2 or not alike):

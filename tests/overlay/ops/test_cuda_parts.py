@@ -93,6 +93,7 @@ def test_gate_and_up_take_one(launches):
         (9, [matrix(128), matrix(256)], None),
         (2, [matrix(128), matrix(256, 112)], None),
         (2, [matrix(128), torch.zeros(24, 128)], None),
+        (2, [matrix(128), torch.zeros(6, 128, dtype=torch.bfloat16)], None),
         (2, [torch.zeros(24, 128, dtype=torch.bfloat16)] * 2, None),
         (2, [matrix(256), matrix(256, 80)], 10.0),
         (9, [matrix(256), matrix(256)], 10.0),
