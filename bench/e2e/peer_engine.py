@@ -168,6 +168,10 @@ class Peer:
                 past += tokens
             torch.cuda.synchronize()
             times.append(1000 * (time.perf_counter() - begin) / count)
+        if bool(logits.isnan().any()):
+            raise RuntimeError(
+                "the logits are NaN: experts are chosen at random and times mean less"
+            )
         return min(times[1:])
 
     def prefill_s(self, tokens: int) -> float:
