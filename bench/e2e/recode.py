@@ -214,7 +214,13 @@ def layer_rows(layer: Projection, counts: Sequence[int]) -> list[dict[str, Any]]
         for tokens in counts
     ]
     for scheme in SCHEMES:
-        by_path = products(layer, scheme)
+        try:
+            by_path = products(layer, scheme)
+        except Exception as error:  # noqa: BLE001 - the other schemes may still work
+            print(f"{layer.name}, {scheme}: {type(error).__name__}: {error}", flush=True)
+            for row in rows:
+                row["us"][scheme] = float("nan")
+            continue
         for row in rows:
             x = torch.randn(row["tokens"], layer.k, device="cuda").bfloat16()
             for path, calls in by_path.items():
