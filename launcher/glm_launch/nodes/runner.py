@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -124,8 +125,13 @@ class ContainerRunner:
     def _fetch_log(self, rank: RankPlan, generation: str) -> None:
         """Add what is new; docker keeps the order, so a count of bytes is a position.
 
-        It is written at that position, since `status` may fetch the same bytes meanwhile.
+        It is written at that position, since `status` may fetch the same bytes meanwhile. A disk
+        that is full here costs the log and hides no state.
         """
+        with suppress(OSError):
+            self._copy_log(rank, generation)
+
+    def _copy_log(self, rank: RankPlan, generation: str) -> None:
         log = self.log(rank, generation)
         have = log.stat().st_size if log.exists() else 0
         script = f"docker logs {name_of(rank.rank)} 2>&1 | tail -c +{have + 1}"

@@ -1,6 +1,8 @@
 """Looks at everything at once, each in a thread of its own, so that nothing slow hides the rest.
 
-`Eyes` holds the newest look of each kind and makes `Signs` of them. Looking changes nothing.
+`Eyes` holds the newest look of each kind and makes `Signs` of them. Looking changes nothing. What
+must stay true: a look that fails, however, leaves "unknown" and is tried again; what was seen
+before it never stands for what is.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +64,16 @@ def counters(text: str) -> EngineSign | None:
     return EngineSign(sums[RUNNING], sums[STEPS]) if len(sums) == 2 else None
 
 
+@dataclass(frozen=True)
+class Look:
+    """One thing to look at every so often; `lose` is called when that failed."""
+
+    what: str
+    work: Callable[[], None]
+    every_s: float
+    lose: Callable[[], None] = lambda: None
+
+
 @dataclass
 class Eyes:
     """Looks at one generation of a plan; `close` ends every thread and process."""
@@ -72,6 +85,7 @@ class Eyes:
     shells: Mapping[str, Shell]
     key: str = ""
     clock: Callable[[], float] = time.monotonic
+    say: Callable[[str], None] = lambda _text: None
     closed: threading.Event = field(default_factory=threading.Event)
     ranks: dict[int, RankSign] = field(default_factory=dict)
     states: dict[int, NodeState] = field(default_factory=dict)
@@ -86,12 +100,15 @@ class Eyes:
     def start(self) -> None:
         """Begin to look; returns once every rank was looked at."""
         self.links.start()
-        looks: list[tuple[Callable[[], None], float]] = [(self._look_at_engine, COUNTERS_S)]
+        looks: list[Look] = [Look("counters", self._look_at_engine, COUNTERS_S, self._lose_engine)]
         for rank in self.plan.ranks:
-            looks.append((lambda rank=rank: self._look_at_rank(rank), RANK_S))  # type: ignore[misc]
-            looks.append((lambda rank=rank: self._look_at_health(rank), HEALTH_S))  # type: ignore[misc]
-        for work, every_s in looks:
-            threading.Thread(target=self._repeat, args=(work, every_s), daemon=True).start()
+            looks += [
+                Look(f"rank {rank.rank}", partial(self._look_at_rank, rank), RANK_S,
+                     partial(self._lose_rank, rank)),
+                Look(f"health of rank {rank.rank}", partial(self._look_at_health, rank), HEALTH_S),
+            ]  # fmt: skip
+        for look in looks:
+            threading.Thread(target=self._repeat, args=(look,), daemon=True).start()
         while len(self.ranks) < len(self.plan.ranks) and not self.closed.is_set():
             time.sleep(0.02)
 
@@ -120,11 +137,25 @@ class Eyes:
             outcome=outcome,
         )
 
-    def _repeat(self, work: Callable[[], None], every_s: float) -> None:
+    def _repeat(self, look: Look) -> None:
+        failed = ""
         while not self.closed.is_set():
-            with suppress(OSError, LaunchError):
-                work()
-            self.closed.wait(every_s)
+            try:
+                look.work()
+                failed = ""
+            except Exception as error:  # noqa: BLE001 (a thread that ends would blind us)
+                look.lose()
+                text = f"warning [no-look] {look.what}: {type(error).__name__}: {error}"
+                if text != failed:
+                    self.say(text)
+                failed = text
+            self.closed.wait(look.every_s)
+
+    def _lose_engine(self) -> None:
+        self.engine = None
+
+    def _lose_rank(self, rank: RankPlan) -> None:
+        self.ranks[rank.rank] = RankSign(rank.rank, rank.node, None)
 
     def _look_at_rank(self, rank: RankPlan) -> None:
         state = self.runner.observe(rank, self.generation)

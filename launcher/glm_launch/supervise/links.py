@@ -98,21 +98,27 @@ class Links:
     def _follow(self, end: End, peers: Sequence[str]) -> None:
         request = json.dumps({"address": end.address, "nic": end.nic, "peers": list(peers)})
         while not self.closed.is_set():
-            probe = subprocess.Popen(
-                end.shell.argv(["python3", "-u", "-", request]), stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                start_new_session=True,
-            )  # fmt: skip
-            self.running[end.node] = probe
-            assert probe.stdin is not None and probe.stdout is not None
             with suppress(OSError):
-                probe.stdin.write(Path(program.__file__).read_text())
-                probe.stdin.close()
-            for text in probe.stdout:
-                with suppress(ValueError):
-                    self.lines[end.node] = (self.clock(), json.loads(text))
-            probe.wait()
+                self._probe(end, request)
             self.closed.wait(AGAIN_S)
+
+    def _probe(self, end: End, request: str) -> None:
+        probe = subprocess.Popen(
+            end.shell.argv(["python3", "-u", "-", request]), stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        self.running[end.node] = probe
+        if self.closed.is_set():
+            probe.kill()
+        assert probe.stdin is not None and probe.stdout is not None
+        with suppress(OSError):
+            probe.stdin.write(Path(program.__file__).read_text())
+            probe.stdin.close()
+        for text in probe.stdout:
+            with suppress(ValueError):
+                self.lines[end.node] = (self.clock(), json.loads(text))
+        probe.wait()
 
 
 def _sign(end: End, line: Mapping[str, Any], pings: Mapping[str, bool | None]) -> LinkSign:

@@ -2,7 +2,8 @@
 
 What must stay true: it acts only while it holds the launcher's own lock, so no command is ever
 disturbed; SIGTERM ends it at once, rolling back a restart that is under way, and leaves running
-ranks alone; killed in any other way it leaves a state that the next one goes on from.
+ranks alone; killed in any other way it leaves a state that the next one goes on from; a disk
+that is full does not end it.
 """
 
 from __future__ import annotations
@@ -139,9 +140,8 @@ class Watchman:
                 return Outcome("stop", True, True, found)
         except InterruptedLaunchError:
             raise
-        except LaunchError as error:
-            seen = "; ".join(finding.seen for finding in error.findings)
-            return Outcome("stop", False, False, mind.generation, seen)
+        except (LaunchError, OSError) as error:
+            return Outcome("stop", False, False, mind.generation, _seen(error))
 
     def start_all(self, plan: LaunchPlan) -> Outcome:
         """Start every rank and wait for an answer; a failed start is rolled back."""
@@ -159,10 +159,10 @@ class Watchman:
                 return Outcome("start", True, True, current.generation)
         except InterruptedLaunchError:
             raise
-        except LaunchError as error:
+        except (LaunchError, OSError) as error:
             left = store.current()
-            seen = "; ".join(finding.seen for finding in error.findings)
-            return Outcome("start", False, left is None, left.generation if left else None, seen)
+            generation = left.generation if left else None
+            return Outcome("start", False, left is None, generation, _seen(error))
 
     def _archive(self, current: Current, trouble: Trouble, signs: Signs) -> None:
         """Beside the logs: why the launch was ended, and what was seen then."""
@@ -172,7 +172,10 @@ class Watchman:
             "ranks": [asdict(state) for state in states],
         }  # fmt: skip
         folder = self.cluster.store.launches / current.generation
-        (folder / "end.json").write_text(json.dumps(value, indent=1))
+        try:
+            (folder / "end.json").write_text(json.dumps(value, indent=1))
+        except OSError as error:
+            self.desk.say(f"warning [not-archived] {error}")
         self.desk.say(f"logs of all ranks are in {folder}")
 
     def _phase(self, name: str, elapsed: float) -> None:
@@ -183,12 +186,15 @@ class Watchman:
             self.eyes.close()
         self.eyes = Eyes(
             plan, generation, self.cluster.store, self.cluster.runner, self.shells(plan),
-            self.secrets.get("VLLM_API_KEY", ""), self.clock,
+            self.secrets.get("VLLM_API_KEY", ""), self.clock, self.desk.say,
         )  # fmt: skip
         self.eyes.start()
 
     def _save(self, mind: Mind, plan: LaunchPlan) -> None:
-        self.desk.save(desk.saved_of(mind, plan, self.restarts_total, self.since))
+        try:
+            self.desk.save(desk.saved_of(mind, plan, self.restarts_total, self.since))
+        except OSError as error:
+            self.desk.say(f"warning [not-saved] a supervisor after this one starts anew: {error}")
 
 
 def _is_ours(current: Current | None, saved: Saved) -> bool:
@@ -201,6 +207,12 @@ def _is_ours(current: Current | None, saved: Saved) -> bool:
     return current.generation == saved.generation or (
         saved.phase == "starting" and current.plan.digest == saved.plan.digest
     )
+
+
+def _seen(error: LaunchError | OSError) -> str:
+    if isinstance(error, LaunchError):
+        return "; ".join(finding.seen for finding in error.findings)
+    return f"this machine refused: {error}"
 
 
 def _nothing() -> Finding:
