@@ -50,6 +50,8 @@ TOKENS = 48
 DIGITS = 5
 WIDE_SHARE = 0.005
 SHARES = (0.2, 0.8)
+DRAFTED = 4
+"""By the miniature's drafter: of 7 tokens it gets 18 % accepted on these prompts."""
 LONGEST = 2048
 REQUESTS = 16
 
@@ -129,6 +131,8 @@ def engine(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         eager=case.eager, memory_gib=options.memory_gib, batch=REQUESTS,
     )  # fmt: skip
     arguments = draft_rows.arguments(draft_rows.ROWS[case.row], given)
+    if case.model == "nano" and case.row.startswith("dflash"):
+        arguments["speculative_config"]["num_speculative_tokens"] = DRAFTED
     arguments |= {"max_model_len": LONGEST, "enable_prefix_caching": case.cached}
     if case.cached:
         arguments |= {"block_size": BLOCK, "prefix_match_unit": GRAIN}
