@@ -26,6 +26,14 @@ BASE: Mapping[str, Any] = {
 SERIAL = {"VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1"}
 BESIDE = {"GLM_EXL3_SHARED_BESIDE": "1"}
 SPREAD = {"GLM_EXL3_SPREAD": "1"}
+TOGETHER = {
+    "parts": {"GLM_EXL3_TOGETHER": "parts"},
+    "all": {"GLM_EXL3_TOGETHER": "parts,dense,activation"},
+    "fused": {
+        "GLM_EXL3_TOGETHER": "parts,dense,activation",
+        "GLM_EXL3_FUSED_OPS": "mhc,router",
+    },
+}
 LATE = {"GLM_EXL3_EARLY_LAUNCH": "0"}
 
 
@@ -102,7 +110,9 @@ FULL = (
         "full.window", "full", [*decode(1), *prefill(65536, LONG)], 120, 34,
         max_model_len=1048576, gpu_memory_utilization=0.97, max_num_seqs=4,
     ),
+    *(engine(f"full.together-{n}", "full", STEP, 75, 22, env) for n, env in TOGETHER.items()),
     engine("full.steer", "full", decode(1, 16), 70, 62, {
+        "PYTHONPATH": "{files}/gguf-0.19.0-py3-none-any.whl",
         "GLM_EXL3_STEER_VECTOR": "{work}/edits/vector.gguf", "GLM_EXL3_STEER_ALPHA": "2"}),
 )  # fmt: skip
 

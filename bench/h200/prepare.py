@@ -102,7 +102,7 @@ def peer_package(files: Path, work: Path) -> None:
             if more.name != WHEEL:
                 zipfile.ZipFile(more).extractall(staged / "site")
         staged.rename(target)
-    env = {**os.environ, "MAX_JOBS": str(max(1, cores() // 2)), "TORCH_CUDA_ARCH_LIST": "9.0"}
+    env = {**os.environ, "MAX_JOBS": str(cores()), "TORCH_CUDA_ARCH_LIST": "9.0"}
     env["PYTHONPATH"] = os.pathsep.join([str(target), str(target / "site"), env["PYTHONPATH"]])
     subprocess.run([sys.executable, "-c", "import exllamav3.ext"], check=True, env=env)
 

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from h200.engines import NCCL
 from h200.job import Job, python
 
 EXPECTED = "{out}/{name}.json"
+GGUF = {"PYTHONPATH": "{files}/gguf-0.19.0-py3-none-any.whl"}
 PEER = {"PYTHONPATH": "{work}/peer:{work}/peer/site"}
 
 SETUP = (
     Job("library", python("h200.prepare", "library", "{files}"), 5, 300, 0, 0),
     Job("folders", python("h200.prepare", "folders", "{work}"), 40, 240, 1, 0),
     Job("peer.kernels", python("h200.prepare", "peer-kernels", "{files}", "{work}"), 120, 500, 4, 0,
-        quick=False),
-    Job("peer.package", python("h200.prepare", "peer-package", "{files}", "{work}"), 220, 560, 3, 0,
-        quick=False),
+        quick=False, needs=("library",)),
+    Job("peer.package", python("h200.prepare", "peer-package", "{files}", "{work}"), 300, 560, 3, 0,
+        quick=False, needs=("library",)),
 )  # fmt: skip
 
 
 def timing(
     name: str, module: str, *arguments: str, expect: int, at: int, needs: tuple[str, ...] = (),
-    limit: int = 0,
+    limit: int = 0, env: Mapping[str, str] | None = None,
 ) -> Job:  # fmt: skip
     """A measurement that has a GPU alone."""
     command = python(module, *arguments)
     limit = limit or 2 * expect + 40
-    return Job(name, command, expect, limit, at, needs=("library", *needs))
+    return Job(name, command, expect, limit, at, needs=("library", *needs), env=env or {})
 
 
 KERNELS = (
@@ -58,7 +61,12 @@ SERVE = (
 )  # fmt: skip
 WORKER = ("env", "CUDA_VISIBLE_DEVICES={gpu1}", *SERVE, "--node-rank", "1", "--headless")
 HEAD = ("env", "CUDA_VISIBLE_DEVICES={gpu0}", *SERVE, "--node-rank", "0", "--port", "{port}0")
+TEXT_TWO = Job(
+    "text.two", python("e2e.gpu_text", "{work}/text-two", "--out", EXPECTED, "--only", "two",
+                       "--seconds", "330"), 150, 370, 29, gpus=2, env=NCCL, needs=("library",),
+)  # fmt: skip
 SERVED = (
+    TEXT_TWO,
     Job(
         "pair.served",
         python("e2e.serve", EXPECTED, "--url", "http://127.0.0.1:{port}0/v1", "--requests",
@@ -70,11 +78,15 @@ SERVED = (
 
 DRAFTING = ("e2e.drafting", "{work}/drafting", "--expected", EXPECTED)
 OTHERS = (
-    timing("recode.projections", "e2e.recode", "projections", EXPECTED, expect=60, at=55),
+    timing("recode.projections", "e2e.recode", "projections", EXPECTED, expect=110, at=55,
+           limit=170),
     timing("recode.step", "e2e.recode", "step", "{work}/recode", EXPECTED, expect=280, at=60,
            limit=560),
     timing("recode.nano", "nano.recode", "{root}/bench/nano/model/tr3", EXPECTED, expect=60, at=65),
-    timing("edits", "e2e.edits_load", "{work}/edits", "--out", EXPECTED, expect=90, at=56),
+    timing("edits", "e2e.edits_load", "{work}/edits", "--out", EXPECTED, expect=90, at=56,
+           env=GGUF),
+    timing("text.one", "e2e.gpu_text", "{work}/text-one", "--out", EXPECTED, "--seconds", "380",
+           expect=180, at=13, limit=420),
     timing("drafting.methods", *DRAFTING, "--only", "methods,soak,planted", "--budget-s", "480",
            "--at-once", "5", expect=340, at=57, limit=520),
     timing("drafting.pack", *DRAFTING, "--only", "pack", expect=70, at=39),
@@ -82,20 +94,23 @@ OTHERS = (
            needs=("drafting.pack",)),
     timing("kv.text", "kv.visit", "{work}/kv", "--only", "text,turns", "--seconds", "250",
            "--expected", EXPECTED, expect=200, at=38, limit=270),
-    timing("options", "e2e.draft_options", "--out", EXPECTED, expect=200, at=59, limit=560),
-    timing("options.soak", "e2e.draft_options", "--out", EXPECTED, "--soak", "2000", expect=180,
-           at=67, limit=560),
+    timing("options", "e2e.draft_options", "--out", EXPECTED, "--budget-s", "500", expect=200,
+           at=59, limit=560),
+    timing("options.soak", "e2e.draft_options", "--out", EXPECTED, "--soak", "2000",
+           "--budget-s", "500", expect=180, at=67, limit=560),
     timing("hybrid", "e2e.hybrid", EXPECTED, "--graphs", "--real", expect=90, at=61),
 )  # fmt: skip
 
 
-def peer_engine(layers: int, expect: int, at: int) -> Job:
+def peer_engine(layers: int, expect: int, at: int, *needs: str) -> Job:
     return Job(
         f"peer.engine{layers}",
         python("e2e.peer_engine", EXPECTED, "--layers", str(layers), "--work", "{work}"),
-        expect, 2 * expect + 60, at, env=PEER, needs=("peer.package",), quick=False,
+        expect, 2 * expect + 60, at, env=PEER, needs=("peer.package", *needs), quick=False,
     )  # fmt: skip
 
 
-PEERS = (peer_engine(45, 150, 34), peer_engine(8, 60, 68), peer_engine(16, 80, 69))
+PEERS = (
+    peer_engine(8, 60, 33), peer_engine(45, 150, 34, "peer.engine8"), peer_engine(16, 80, 69)
+)  # fmt: skip
 JOBS = (*SETUP, *KERNELS, *SERVED, *OTHERS, *PEERS)
