@@ -46,8 +46,10 @@ class Service:
         return process
 
     def watching(self) -> bool:
+        """Whether the newest supervisor watches; what an older one left says nothing."""
         saved = self.desk.saved()
-        return self.desk.is_held() and saved is not None and saved.phase == "watching"
+        mine = saved is not None and saved.identity.pid == self.supervisors[-1].pid
+        return mine and saved.phase == "watching" and self.desk.is_held()
 
     def pids(self) -> list[int]:
         """Engine processes, the head's first."""
