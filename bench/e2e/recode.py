@@ -308,10 +308,14 @@ def measure_load() -> dict[str, float]:
 
 
 def expected(file: Path, results: Iterable[Path]) -> None:
-    """Merge result files into the figures of a machine."""
-    figures: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat()}
+    """Merge result files, those of `nano.recode` too, into the figures of a machine."""
+    figures: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    figures["date"] = datetime.now(UTC).date().isoformat()
     for path in results:
         found = json.loads(path.read_text())
+        if isinstance(found, list):
+            figures |= {f"{row['scheme'].replace(':', '_k')}_kl": row["kl"] for row in found}
+            continue
         if "own" in found:
             figures["own"] = found["own"]
             figures |= own_figures(found["own"])

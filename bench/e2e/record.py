@@ -46,6 +46,8 @@ def rows_of(result: dict[str, Any], conditions: str) -> Iterator[Row]:
             yield row("gpu_busy", measured["busy_us_per_step"] / 1000, "ms/step", where)
             for family, spent in measured["families"].items():
                 yield row(f"gpu_time: {family}", spent["us"] / 1000, "ms/step", where)
+            for family, us in measured.get("wall_us", {}).items():
+                yield row(f"wall_time: {family}", us / 1000, "ms/step", where)
 
 
 def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:

@@ -104,3 +104,12 @@ def test_every_target_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_schemes_begin_with_what_all_are_compared_with() -> None:
     assert recode_steps.schemes("int8,exl3") == ["off", "exl3", "int8"]
     assert set(recode_steps.ORDER) == set(recode_steps.SCHEMES)
+
+
+def test_divergences_join_the_figures_that_are_there(tmp_path: Path) -> None:
+    out, rows = tmp_path / "recode.json", tmp_path / "nano.json"
+    out.write_text(json.dumps({"fp8_step_ratio": 0.8}))
+    rows.write_text(json.dumps([{"scheme": "fp8", "kl": 0.004}, {"scheme": "exl3:6", "kl": 0.001}]))
+    recode.expected(out, [rows])
+    found = json.loads(out.read_text())
+    assert (found["fp8_step_ratio"], found["fp8_kl"], found["exl3_k6_kl"]) == (0.8, 0.004, 0.001)
