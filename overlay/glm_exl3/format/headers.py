@@ -24,6 +24,11 @@ ITEM_BYTES = {
 RELOAD = "download the file again"
 
 
+def damaged(code: str, seen: str, why: str, path: Path, tensor: str | None = None) -> FormatError:
+    """The error about a file, or a tensor in it, that may be sound where it came from."""
+    return FormatError(code=code, seen=seen, why=why, fix=RELOAD, file=str(path), tensor=tensor)
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """One tensor: file, safetensors dtype name, shape, byte range [start, stop) in the file."""
@@ -44,12 +49,11 @@ class TensorEntry:
         """Value of a one-element int32 tensor. Raises FormatError for anything else."""
         data = self.read()
         if self.dtype not in {"I32", "U32"} or len(data) != 4:
-            raise FormatError(
-                code="marker",
-                seen=f"a marker must be one int32, found {self.dtype} {list(self.shape)}",
-                why="the codebook of the matrix is unknown",
-                fix=RELOAD,
-                file=str(self.file),
+            raise damaged(
+                "marker",
+                f"a marker must be one int32, found {self.dtype} {list(self.shape)}",
+                "the codebook of the matrix is unknown",
+                self.file,
             )
         return int(struct.unpack("<i", data)[0])
 
@@ -59,20 +63,12 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise FormatError(
-            code="file-missing",
-            seen="the file does not exist",
-            why="the checkpoint is incomplete",
-            fix=RELOAD,
-            file=str(path),
+        raise damaged(
+            "file-missing", "the file does not exist", "the checkpoint is incomplete", path
         ) from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise FormatError(
-            code="json",
-            seen=f"the file is not readable JSON ({error})",
-            why="it may have been cut short",
-            fix=RELOAD,
-            file=str(path),
+        raise damaged(
+            "json", f"the file is not readable JSON ({error})", "it may have been cut short", path
         ) from error
 
 
@@ -80,12 +76,11 @@ def read_object(path: Path) -> dict[str, Any]:
     """Parsed JSON object of `path`. Raises FormatError as `read_json` does, or for another kind."""
     content = read_json(path)
     if not isinstance(content, dict):
-        raise FormatError(
-            code="json",
-            seen=f"the file holds a JSON {type(content).__name__}, not an object",
-            why="it is not the file its name says",
-            fix=RELOAD,
-            file=str(path),
+        raise damaged(
+            "json",
+            f"the file holds a JSON {type(content).__name__}, not an object",
+            "it is not the file its name says",
+            path,
         )
     return content
 
@@ -94,8 +89,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     """Tensors of one file. Raises FormatError for a missing, truncated or inconsistent file."""
 
     def refuse(code: str, seen: str, tensor: str | None = None) -> FormatError:
-        why = "the weights in it cannot be trusted"
-        return FormatError(code=code, seen=seen, why=why, fix=RELOAD, file=str(path), tensor=tensor)
+        return damaged(code, seen, "the weights in it cannot be trusted", path, tensor)
 
     if not path.is_file():
         raise refuse("shard-missing", "the shard does not exist")

@@ -22,6 +22,7 @@ MCG_MARKER = 0xCBAC1FED
 MUL1_MARKER = 0x83DCD12D
 INTEGER_LAST_DIMS = tuple(TILE * bits for bits in range(1, 9))
 HALF_LAST_DIMS = (24, 40, 56)
+CONVERT = "convert the checkpoint again"
 
 
 class Codebook(enum.Enum):
@@ -81,7 +82,7 @@ def codebook_of(
             code="markers",
             seen="both codebook markers mcg and mul1 are present",
             why="a matrix has one codebook",
-            fix="convert the checkpoint again",
+            fix=CONVERT,
             file=file,
             tensor=f"{name}.mcg",
         )
@@ -116,7 +117,7 @@ def layout_of(
     """
 
     def refuse(code: str, tensor: str, seen: str, why: str) -> FormatError:
-        fix = "download the file again; if it persists, convert the checkpoint again"
+        fix = f"download the file again; if it persists, {CONVERT}"
         return FormatError(
             code=code, seen=seen, why=why, fix=fix, file=file, tensor=f"{name}.{tensor}"
         )

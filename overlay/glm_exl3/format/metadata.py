@@ -19,11 +19,12 @@ from glm_exl3.format.errors import FormatError
 from glm_exl3.format.headers import (
     RELOAD,
     TensorEntry,
+    damaged,
     overlapping,
     read_header,
     read_object,
 )
-from glm_exl3.format.layout import TILE, MatrixLayout, codebook_of, layout_of
+from glm_exl3.format.layout import CONVERT, TILE, MatrixLayout, codebook_of, layout_of
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -81,25 +82,23 @@ def _weight_map(path: Path) -> dict[str, str]:
         shards = set(map(str, weight_map.values()))
         if all(shard == Path(shard).name for shard in shards):
             return {name: str(shard) for name, shard in weight_map.items()}
-    raise FormatError(
-        code="index",
-        seen="the index has no weight_map of tensor names to file names",
-        why="the shards cannot be found",
-        fix=RELOAD,
-        file=str(path),
+    raise damaged(
+        "index",
+        "the index has no weight_map of tensor names to file names",
+        "the shards cannot be found",
+        path,
     )
 
 
 def _checked(path: Path) -> dict[str, TensorEntry]:
     entries = read_header(path)
     for name in overlapping(entries):
-        raise FormatError(
-            code="shard-header",
-            seen="its bytes overlap another tensor",
-            why="one of the two would hold the other's weights",
-            fix=RELOAD,
-            file=str(path),
-            tensor=name,
+        raise damaged(
+            "shard-header",
+            "its bytes overlap another tensor",
+            "one of the two would hold the other's weights",
+            path,
+            name,
         )
     return entries
 
@@ -107,22 +106,20 @@ def _checked(path: Path) -> dict[str, TensorEntry]:
 def _promised(path: Path, promised: set[str]) -> dict[str, TensorEntry]:
     entries = _checked(path)
     for name in sorted(promised - entries.keys()):
-        raise FormatError(
-            code="tensor-missing",
-            seen="the index promises the tensor in this shard, the shard lacks it",
-            why="a weight would stay uninitialised",
-            fix=RELOAD,
-            file=str(path),
-            tensor=name,
+        raise damaged(
+            "tensor-missing",
+            "the index promises the tensor in this shard, the shard lacks it",
+            "a weight would stay uninitialised",
+            path,
+            name,
         )
     for name in sorted(entries.keys() - promised):
-        raise FormatError(
-            code="tensor-unindexed",
-            seen="the shard holds a tensor that the index does not name",
-            why="index and shards belong to different versions of the checkpoint",
-            fix=RELOAD,
-            file=str(path),
-            tensor=name,
+        raise damaged(
+            "tensor-unindexed",
+            "the shard holds a tensor that the index does not name",
+            "index and shards belong to different versions of the checkpoint",
+            path,
+            name,
         )
     return entries
 
@@ -146,17 +143,11 @@ def exl3_modules(index: CheckpointIndex) -> dict[str, MatrixLayout]:
 
 
 def _module_layout(name: str, leaves: Mapping[str, TensorEntry]) -> MatrixLayout:
-    any_file = str(next(iter(leaves.values())).file)
+    any_file = next(iter(leaves.values())).file
 
     def missing(leaf: str) -> FormatError:
-        return FormatError(
-            code="tensor-missing",
-            seen=f"the matrix has {', '.join(sorted(leaves))} but no {leaf}",
-            why="it cannot be decoded",
-            fix=RELOAD,
-            file=any_file,
-            tensor=f"{name}.{leaf}",
-        )
+        seen = f"the matrix has {', '.join(sorted(leaves))} but no {leaf}"
+        return damaged("tensor-missing", seen, "it cannot be decoded", any_file, f"{name}.{leaf}")
 
     if "trellis" not in leaves:
         raise missing("trellis")
@@ -189,18 +180,17 @@ def _check_companions(index: CheckpointIndex, name: str, layout: MatrixLayout) -
             code="packed-and-dense",
             seen="the matrix is stored packed and dense",
             why="the two may differ and only one can be served",
-            fix="convert the checkpoint again",
+            fix=CONVERT,
             file=str(dense.file),
             tensor=f"{name}.weight",
         )
     if bias is not None and bias.shape != (layout.out_features,):
-        raise FormatError(
-            code="bias",
-            seen=f"the bias has shape {list(bias.shape)} for {layout.out_features} outputs",
-            why="bias and trellis belong to different matrices",
-            fix=RELOAD,
-            file=str(bias.file),
-            tensor=f"{name}.bias",
+        raise damaged(
+            "bias",
+            f"the bias has shape {list(bias.shape)} for {layout.out_features} outputs",
+            "bias and trellis belong to different matrices",
+            bias.file,
+            f"{name}.bias",
         )
 
 
@@ -213,25 +203,23 @@ def _marker(name: str, kind: str, entry: TensorEntry) -> int:
 
 def _expect_dtype(name: str, leaf: str, entry: TensorEntry, dtype: str) -> None:
     if entry.dtype != dtype:
-        raise FormatError(
-            code="dtype",
-            seen=f"the dtype is {entry.dtype}, not {dtype}",
-            why="the bits mean something else",
-            fix=RELOAD,
-            file=str(entry.file),
-            tensor=f"{name}.{leaf}",
+        raise damaged(
+            "dtype",
+            f"the dtype is {entry.dtype}, not {dtype}",
+            "the bits mean something else",
+            entry.file,
+            f"{name}.{leaf}",
         )
 
 
 def _vector_length(name: str, leaf: str, entry: TensorEntry) -> int:
     if len(entry.shape) != 1:
-        raise FormatError(
-            code="scales",
-            seen=f"the shape is {list(entry.shape)}, not one dimension",
-            why="scales are one number per channel",
-            fix=RELOAD,
-            file=str(entry.file),
-            tensor=f"{name}.{leaf}",
+        raise damaged(
+            "scales",
+            f"the shape is {list(entry.shape)}, not one dimension",
+            "scales are one number per channel",
+            entry.file,
+            f"{name}.{leaf}",
         )
     return entry.shape[0]
 
@@ -248,7 +236,7 @@ def _compare_gate_and_up(index: CheckpointIndex, modules: Mapping[str, MatrixLay
                 seen=f"up has K={up.bits:g} {up.codebook.value}, "
                 f"gate has K={gate.bits:g} {gate.codebook.value}",
                 why="one kernel reads both with the same K and codebook",
-                fix="convert the checkpoint again",
+                fix=CONVERT,
                 file=str(index.tensors[f"{other}.trellis"].file),
                 tensor=f"{other}.trellis",
             )
@@ -322,13 +310,12 @@ def _compare_storage(folder: Path, index: CheckpointIndex) -> None:
         entry = index.tensors.get(name)
         if entry is None or list(entry.shape) != shape:
             found = "absent" if entry is None else f"of shape {list(entry.shape)}"
-            raise FormatError(
-                code="storage",
-                seen=f"the tensor is {found}, {path.name} promises {shape}",
-                why="metadata and weights belong to different versions of the checkpoint",
-                fix=RELOAD,
-                file=str(path if entry is None else entry.file),
-                tensor=name,
+            raise damaged(
+                "storage",
+                f"the tensor is {found}, {path.name} promises {shape}",
+                "metadata and weights belong to different versions of the checkpoint",
+                path if entry is None else entry.file,
+                name,
             )
 
 
