@@ -15,7 +15,7 @@ from glm_exl3.drafter import finish
 from glm_exl3.drafter.hessian import Shape, layer_hessians
 from glm_exl3.drafter.recipe import Job, jobs
 from glm_exl3.drafter.work import Bench, Order, at_bench, digests
-from glm_exl3.format.drafting import ARCHITECTURES
+from glm_exl3.format.drafting import ARCHITECTURES, ORIGINAL_CONFIG
 from glm_exl3.format.errors import FormatError, GlmExl3Error
 from glm_exl3.format.headers import TensorEntry, read_object
 from glm_exl3.format.layout import Codebook
@@ -68,7 +68,7 @@ class Source:
                 code="drafter-config-key",
                 seen=f"{folder / 'config.json'} lacks {error}",
                 why="the shapes of the drafter's inputs follow from it",
-                fix="take config.json from the original drafter",
+                fix=ORIGINAL_CONFIG,
             ) from error
         return cls(folder, dict(CheckpointIndex.read(folder).tensors), shape, device)
 

@@ -30,6 +30,7 @@ REQUIRED_DRAFT = (
 """Keys of config.json and of its `dflash_config` that vLLM reads without a default."""
 SLIDING = "sliding_attention"
 OTHER_DRAFTER = "use a drafter that was trained for this model"
+ORIGINAL_CONFIG = "take config.json from the original drafter"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -87,7 +88,7 @@ def _keys(pair: Pair) -> Iterator[GlmExl3Error]:
             "drafter-config-key",
             f"the drafter's config.json lacks {', '.join(missing)}",
             "vLLM 0.33 reads these without a default",
-            "take config.json from the original drafter",
+            ORIGINAL_CONFIG,
         )
 
 
@@ -193,7 +194,7 @@ def _convolutions(pair: Pair) -> Iterator[GlmExl3Error]:
             "drafter-groups",
             f"conv_group_size is {group}, hidden_size {hidden}",
             "a dynamic convolution has whole groups of channels",
-            "take config.json from the original drafter",
+            ORIGINAL_CONFIG,
         )
 
 
@@ -228,7 +229,7 @@ def _inputs(pair: Pair) -> Iterator[GlmExl3Error]:
             f"the drafter's fc reads {have} features, {layers} layers of "
             f"{pair.drafter['hidden_size']} make {want}",
             "configuration and weights of the drafter do not belong together",
-            "take config.json from the original drafter",
+            ORIGINAL_CONFIG,
         )
 
 
@@ -241,7 +242,7 @@ def _codebooks(pair: Pair) -> Iterator[GlmExl3Error]:
                 "drafter-codebook",
                 f"candidate_selector.{name} is {list(entry.shape)}, the configuration says {want}",
                 "the selector looks candidates up by token number",
-                "take config.json from the original drafter",
+                ORIGINAL_CONFIG,
             )
 
 
