@@ -36,7 +36,7 @@ def _types(pointers: dict[str, str], integers: str, floats: str = "") -> dict[st
 
 def attend(architecture: int, heads: int, layout: RowLayout, tokens: int) -> Case:
     """The attention kernel with the tile and the splits that a launch would take."""
-    tile = tiles.tile_for(architecture, heads, layout)
+    tile = tiles.tile_for(architecture, heads, layout, tokens)
     splits = tiles.splits_for(tokens, heads, tile, PROCESSORS[architecture])
     width = tiles.split_columns(COLUMNS, splits, tile.keys)
     cache = "bf16" if layout is BF16 else "u8"
@@ -141,6 +141,7 @@ def all_cases() -> list[Case]:
         for architecture in ARCHITECTURES
         for layout in layouts
     ]
+    cases += [attend(90, 64, layout, tiles.FEW) for layout in layouts]
     for architecture in ARCHITECTURES:
         cases += [merge(architecture), *(write(architecture, one) for one in layouts)]
         cases += indexer(architecture)

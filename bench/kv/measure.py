@@ -101,7 +101,8 @@ class Scene:
         found = torch.full((tokens, WIDTH), -1, dtype=torch.int32, device="cuda")
         for start in range(0, tokens, 256):
             stop = min(tokens, start + 256)
-            noise = torch.rand(stop - start, context // 16 - 1, device="cuda")
+            size = (stop - start, context // 16 - 1)
+            noise = torch.rand(size, device="cuda", generator=self.random)
             pools = noise.topk(BUDGET // 16, dim=1).indices.sort(dim=1).values
             expanded = pools[:, :, None] * 16 + torch.arange(16, device="cuda")
             found[start:stop, :BUDGET] = expanded.flatten(1).int()
@@ -121,7 +122,7 @@ class Scene:
     def ours(self, cache: Tensor, tile: tiles.Tile | None = None) -> Tensor:
         shape = self.shape
         architecture, processors = device()
-        chosen = tile or tiles.tile_for(architecture, shape.heads, self.layout)
+        chosen = tile or tiles.tile_for(architecture, shape.heads, self.layout, shape.tokens)
         splits = tiles.splits_for(shape.tokens, shape.heads, chosen, processors)
         paged = sparse_mla.Paged(cache, self.table, self.layout)
         return sparse_mla.attend(

@@ -49,7 +49,7 @@ class Scene:
     def attend(self, splits: int | None = None) -> torch.Tensor:
         tokens, heads, _ = self.q.shape
         architecture, processors = device()
-        tile = tiles.tile_for(architecture, heads, self.layout)
+        tile = tiles.tile_for(architecture, heads, self.layout, tokens)
         wanted = splits or tiles.splits_for(tokens, heads, tile, processors)
         paged = sparse_mla.Paged(self.cache, self.table, self.layout)
         return sparse_mla.attend(

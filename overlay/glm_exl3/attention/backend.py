@@ -30,7 +30,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from glm_exl3.attention.cache_types import with_rows
 from glm_exl3.attention.rows import write
 from glm_exl3.attention.sparse_mla import Paged, attend, workspace_shapes
-from glm_exl3.attention.tiles import splits_for, tile_for
+from glm_exl3.attention.tiles import largest_tile, splits_for, tile_for
 from glm_exl3.format.errors import GlmExl3Error
 from glm_exl3.format.kv import BF16, FP8, LATENT, VLLM_NAMES, registered_layout
 
@@ -121,7 +121,7 @@ class TritonSparseMlaImpl(SparseMLACommonImpl):
 
     def reserve_workspace(self) -> None:
         """The largest split launch: one program per multiprocessor."""
-        tile = tile_for(self.architecture, self.num_heads, self.layout)
+        tile = largest_tile(self.architecture, self.num_heads, self.layout)
         outputs, sums = workspace_shapes(self.processors, min(tile.heads, self.num_heads), 1)
         current_workspace_manager().get_simultaneous(
             (outputs, torch.float32), (sums, torch.float32)
@@ -138,7 +138,7 @@ class TritonSparseMlaImpl(SparseMLACommonImpl):
     ) -> tuple[Tensor, None]:
         queries = (q[0] if isinstance(q, tuple) else q).contiguous()
         tokens = queries.shape[0]
-        tile = tile_for(self.architecture, self.num_heads, self.layout)
+        tile = tile_for(self.architecture, self.num_heads, self.layout, tokens)
         splits = splits_for(tokens, self.num_heads, tile, self.processors)
         paged = Paged(kv_c_and_k_pe_cache, attn_metadata.block_table, self.layout)
         out = attend(

@@ -1,7 +1,8 @@
 """Tile sizes of the sparse attention kernel per architecture, and how many splits fill a GPU.
 
-Chosen without a GPU, from shared memory, registers and spills of the compiled kernels
-(bench/kv/results/compiled.md); the measuring program `kv.measure` tries the alternatives.
+Those of 64 heads on SM90 are measured (`kv.measure --tiles`; docs/kv-cache.md, "Back end"); all
+others are chosen without a GPU, from shared memory, registers and spills of the compiled kernels
+(bench/kv/results/compiled.md).
 """
 
 from __future__ import annotations
@@ -27,14 +28,46 @@ class Tile:
     native_e4m3: bool
 
 
+FEW, ANY = 8, 1 << 62
+MEASURED = {
+    True: (
+        (1, Tile(16, 32, 4, 2, native_e4m3=True)),
+        (FEW, Tile(32, 32, 4, 2, native_e4m3=True)),
+        (ANY, Tile(64, 64, 8, 2, native_e4m3=True)),
+    ),
+    False: (
+        (1, Tile(32, 32, 8, 2, native_e4m3=True)),
+        (ANY, Tile(64, 32, 8, 2, native_e4m3=True)),
+    ),
+}
+"""By whether rows are bf16: up to how many query tokens of a launch which tile was fastest.
+
+64 heads, 128k tokens of context, NVIDIA H200, 2026-11-30, timed at 1, 8 and 2,048 tokens.
+"""
+
+
 def shared_bytes(architecture: int) -> int:
     """Shared memory of one block on `architecture` (80, 86, ...); the next lower known one's."""
     known = [name for name in SHARED_BYTES if name <= architecture]
     return SHARED_BYTES[max(known)] if known else SHARED_BYTES[86]
 
 
-def tile_for(architecture: int, heads: int, layout: RowLayout) -> Tile:
-    """The tile for `heads` heads per rank; none of these spills more than 150 bytes a thread.
+def tile_for(architecture: int, heads: int, layout: RowLayout, tokens: int) -> Tile:
+    """The tile of a launch with `tokens` query tokens and `heads` heads per rank."""
+    if (architecture, heads) == (90, 64):
+        steps = MEASURED[layout is BF16]
+        return next(tile for most, tile in steps if tokens <= most)
+    return _unmeasured(architecture, heads, layout)
+
+
+def largest_tile(architecture: int, heads: int, layout: RowLayout) -> Tile:
+    """Of all that launches may take, the one with most heads: it needs the largest workspace."""
+    found = (tile_for(architecture, heads, layout, tokens) for tokens in (1, FEW, ANY))
+    return max(found, key=lambda tile: tile.heads)
+
+
+def _unmeasured(architecture: int, heads: int, layout: RowLayout) -> Tile:
+    """For any number of tokens; none of these spills more than 150 bytes a thread.
 
     64 heads in one tile need the shared memory of SM90 and, with scales to apply, more registers
     than there are: quantised rows take 32 and gather twice, the second time from L2.

@@ -81,7 +81,7 @@ def test_vllm_s_configuration_takes_the_registered_types() -> None:
     st.integers(1, 9000),
 )
 def test_tiles_and_splits_cover_every_head_and_key(architecture, heads, layout, tokens) -> None:
-    tile = tiles.tile_for(architecture, heads, layout)
+    tile = tiles.tile_for(architecture, heads, layout, tokens)
     assert tile.heads >= 16
     assert tile.keys >= 16
     assert tile.native_e4m3 == (architecture >= 89)
