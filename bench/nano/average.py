@@ -19,7 +19,7 @@ from nano.checkpoint import fill, load_shards, save_whole, sharded
 from nano.evaluate import SPARSE, held_out_windows, mean_loss, needle_share
 from nano.export import stored
 from nano.geometry import nano_geometry
-from nano.model import Nano, Predictor
+from nano.model import in_evaluation
 
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7)
 LEAST_SHARE = 0.1
@@ -41,8 +41,7 @@ def main() -> None:
     first_folder, second_folder, scratch, out = map(Path, sys.argv[1:])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     first, second = (load_shards(path, "target-") for path in (first_folder, second_folder))
-    text = nano_geometry().text
-    target, predictor = Nano(text).to(device).eval(), Predictor(text).to(device).eval()
+    target, predictor = in_evaluation(nano_geometry().text, device)
     streams = data.loaded(scratch, device)
     windows = held_out_windows(streams.held_out, 2048, 1 << 20)
     figures = []

@@ -16,14 +16,12 @@ from pathlib import Path
 import torch
 
 from glm_exl3.ref.quantize import quantize_group
-from nano import data, viterbi
-from nano.calibration import collect
-from nano.checkpoint import fill, load_shards
+from nano import viterbi
+from nano.checkpoint import fill
 from nano.evaluate import held_out_windows
-from nano.export import stored
-from nano.finish import bits_per_weight, calibration_batches, divergence, unpacked
+from nano.finish import bits_per_weight, divergence, trained, unpacked
 from nano.geometry import nano_geometry
-from nano.model import Nano, Predictor
+from nano.model import in_evaluation
 from nano.packing import RECIPES, Quantiser, pack
 from nano.peer.quantiser import PeerQuantiser, load
 
@@ -54,16 +52,8 @@ def main() -> None:
     given = parse()
     begin = time.monotonic()
     device = torch.device("cuda")
-    text = nano_geometry().text
-    target, predictor = Nano(text).to(device).eval(), Predictor(text).to(device).eval()
-    other = Nano(text).to(device).eval(), Predictor(text).to(device).eval()
-    shards = load_shards(given.resume, "target-")
-    tensors = {name: stored(name, tensor) for name, tensor in shards.items()}
-    fill(tensors, target, predictor)
-    streams = data.loaded(given.scratch, device)
-    torch.set_float32_matmul_precision("high")
-    hessians = collect(target, predictor, calibration_batches(streams))
-    torch.set_float32_matmul_precision("highest")
+    (target, _), tensors, streams, hessians = trained(given.resume, given.scratch, device)
+    other = in_evaluation(nano_geometry().text, device)
     moved = {name: tensor.to(device) for name, tensor in tensors.items()}
     with tempfile.TemporaryDirectory() as folder:
         quantiser = quantiser_named(given.quantiser, given.wheel, given.library, Path(folder))

@@ -28,7 +28,7 @@ from nano.checkpoint import fill, load_shards
 from nano.evaluate import SPARSE, held_out_windows, logits_of, mean_loss, needle_share
 from nano.export import stored
 from nano.geometry import nano_geometry
-from nano.model import Nano, Predictor
+from nano.model import Nano, Predictor, in_evaluation
 from nano.packing import RECIPES, Packed, pack, packed_checkpoint
 
 CALIBRATION_BATCHES = 8
@@ -41,6 +41,21 @@ def calibration_batches(streams: data.Streams) -> list[Tensor]:
         data.batch(streams, (12, 4, 0), 2048, generator).tokens[:, :-1]
         for _ in range(CALIBRATION_BATCHES)
     ]
+
+
+def trained(
+    run: Path, scratch: Path, device: torch.device
+) -> tuple[tuple[Nano, Predictor], dict[str, Tensor], data.Streams, Hessians]:
+    """What packing starts from: a run's models, their stored tensors, its streams, Hessians."""
+    models = in_evaluation(nano_geometry().text, device)
+    shards = load_shards(run, "target-")
+    tensors = {name: stored(name, tensor) for name, tensor in shards.items()}
+    fill(tensors, *models)
+    streams = data.loaded(scratch, device)
+    torch.set_float32_matmul_precision("high")
+    hessians = collect(*models, calibration_batches(streams))
+    torch.set_float32_matmul_precision("highest")
+    return models, tensors, streams, hessians
 
 
 def divergence(reference: Nano, other: Nano, windows: Tensor) -> Tensor:
@@ -92,8 +107,7 @@ class Workshop:
     def variants(self, hessians: Hessians | None) -> None:
         """Pack and measure every recipe; those with Hessians are written."""
         device = next(self.models[0].parameters()).device
-        text = nano_geometry().text
-        other = Nano(text).to(device).eval(), Predictor(text).to(device).eval()
+        other = in_evaluation(nano_geometry().text, device)
         windows = held_out_windows(self.streams.held_out, 2048, 48)
         moved = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         for name, recipe in RECIPES.items():
@@ -139,16 +153,8 @@ def main() -> None:
         print(f"encoding with the reference: {error}", flush=True)
         encoder = encode_tiles
     print(f"encoder checked after {time.monotonic() - begin:.0f} s", flush=True)
-    text = nano_geometry().text
-    target, predictor = Nano(text).to(device).eval(), Predictor(text).to(device).eval()
-    loaded = load_shards(given.resume, "target-")
-    tensors = {name: stored(name, tensor) for name, tensor in loaded.items()}
-    fill(tensors, target, predictor)
-    streams = data.loaded(given.scratch, device)
-    torch.set_float32_matmul_precision("high")
-    hessians = collect(target, predictor, calibration_batches(streams))
-    torch.set_float32_matmul_precision("highest")
-    workshop = Workshop((target, predictor), tensors, streams, encoder, given.out)
+    models, tensors, streams, hessians = trained(given.resume, given.scratch, device)
+    workshop = Workshop(models, tensors, streams, encoder, given.out)
     workshop.variants(hessians)
     workshop.variants(None)
     print(f"done after {time.monotonic() - begin:.0f} s", flush=True)

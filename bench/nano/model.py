@@ -168,3 +168,8 @@ class Predictor(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), selection)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return self.shared_head_norm(x)
+
+
+def in_evaluation(text: TextGeometry, device: torch.device) -> tuple[Nano, Predictor]:
+    """Both models in evaluation mode, to be filled."""
+    return Nano(text).to(device).eval(), Predictor(text).to(device).eval()

@@ -20,7 +20,7 @@ from nano.checkpoint import fill, load_shards
 from nano.decode import generate
 from nano.evaluate import held_out_windows
 from nano.geometry import nano_geometry
-from nano.model import Nano, Predictor
+from nano.model import Nano, in_evaluation
 from nano.packing import RECIPES
 from nano.restore import decoded_target
 
@@ -43,8 +43,7 @@ def long_texts(target: Nano, windows: Tensor) -> Tensor:
 def main() -> None:
     shards, models, scratch, out = map(Path, sys.argv[1:])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    text = nano_geometry().text
-    target, predictor = Nano(text).to(device).eval(), Predictor(text).to(device).eval()
+    target, predictor = in_evaluation(nano_geometry().text, device)
     windows = held_out_windows(data.loaded(scratch, device).held_out, 2048, PROMPTS)
     out.mkdir(parents=True, exist_ok=True)
     for name in ("bf16", *RECIPES):
