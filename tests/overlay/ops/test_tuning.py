@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from datetime import date
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,8 @@ from glm_exl3.ops.tuning import ANY_NUMBER, Problem, Step
 
 HOPPER = (9, 0)
 DENSE = Problem("linear", 4096, 24576, 4, "mcg")
+EXPERTS = Problem("moe", 4096, 2048, 3, "mul1")
+LAYERS = Path(__file__).parents[3] / "bench" / "kernels" / "results" / "layers_h200.json"
 
 
 @pytest.fixture
@@ -101,3 +105,21 @@ def test_a_plan_is_logged_once(measured, caplog: pytest.LogCaptureFixture) -> No
 def test_a_row_that_breaks_the_rules_is_refused(steps: list[dict], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tuning.steps_of({"op": "linear", "steps": steps})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted"),
+    [(1, ("streamed", 0)), (8, ("streamed", 0)), (9, ("streamed", 2)), (129, ("tiled", 0))],
+)
+def test_the_real_experts_are_cut_where_neighbours_may_be_felt(tokens: int, wanted: tuple) -> None:
+    """One token alone would gain by a cut, too, but has to share the bits of eight."""
+    found = tuning.step(EXPERTS, HOPPER, tokens)
+    assert (found.path, found.split_k) == wanted
+
+
+@pytest.mark.parametrize("order", ["experts", "router"])
+def test_the_cut_of_sixteen_tokens_is_the_fastest_measured(order: str) -> None:
+    rows = json.loads(LAYERS.read_text())["rows"]
+    times = {row["setting"]: row["us"][order] for row in rows if row["tokens"] == 16}
+    chosen = times[f"k in {tuning.step(EXPERTS, HOPPER, 16).split_k}"]
+    assert chosen <= 1.05 * min(times.values())
