@@ -187,9 +187,9 @@ SHARED_BESIDE = Knob(
 TOGETHER = Knob(
     "GLM_EXL3_TOGETHER",
     (),
-    partial(_some_of, ("parts", "dense", "activation")),
+    partial(_some_of, ("parts", "dense", "activation", "shared")),
     "comma-separated parts of merged layers that share a launch up to 8 tokens: parts (packed), "
-    "dense (beside packed), activation (of gate and up), or none",
+    "dense (beside packed), activation (of gate and up), shared (shared experts, too), or none",
 )
 EARLY_LAUNCH = Knob("GLM_EXL3_EARLY_LAUNCH", True, _flag, "0: no kernel starts before its input")
 SPREAD = Knob("GLM_EXL3_SPREAD", False, _flag, "1: few blocks of experts spread over the whole GPU")

@@ -75,8 +75,12 @@ def finish_linear(
     shards: list[Shard],
     dtype: torch.dtype,
     device: torch.device,
+    prefix: str = "",
 ) -> LoadedLinear:
-    """Choose the back end, decode where it wants dense weights, join what can be one matrix."""
+    """Choose the back end, decode where it wants dense weights, join what can be one matrix.
+
+    `prefix` is the name of the layer.
+    """
     row = table.choose(table.Device.of(device))
     terms = []
     for collected, shard in zip(matrices, shards, strict=True):
@@ -92,7 +96,7 @@ def finish_linear(
         else:
             joined[-1] = merged
     prepared = tuple(_prepared(term, row) for term in joined)
-    return LoadedLinear(prepared, row.name, together.share(prepared))
+    return LoadedLinear(prepared, row.name, together.share(prepared, prefix))
 
 
 def _prepared(term: Term, row: table.BackendRow) -> Term:
@@ -156,7 +160,8 @@ class Exl3LinearMethod(LinearMethodBase):
         collector: LinearCollector = layer.exl3_collector
         shards = list(collector.shards.values())
         matrices = collector.finish()
-        layer.exl3 = finish_linear(matrices, shards, collector.dtype, collector.device)
+        kind, device = collector.dtype, collector.device
+        layer.exl3 = finish_linear(matrices, shards, kind, device, self.prefix)
         collector.detach(layer)
         del layer.exl3_collector
 

@@ -3,6 +3,9 @@
 `GLM_EXL3_TOGETHER` names what is taken; a checkpoint's neighbours that could become one matrix have
 become one before, so here parts differ in input scales, rates or packing. Nothing changes for more
 tokens than the kernel takes.
+
+Shared experts are left out unless they are named: they run beside the routed ones, whose kernels
+wait for multiprocessors that one large launch holds (docs/kernels.md, "Several matrices").
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from glm_exl3.ops import library
 from glm_exl3.ops.matrix import PackedMatrix
 
 FEW_TOKENS = 8
+SHARED = "shared_experts"  # a part of their modules' names
 
 _log = logger(__name__)
 
@@ -34,18 +38,22 @@ class Part(Protocol):
     def inputs(self) -> int: ...
 
 
-def share(terms: Sequence[Part]) -> bool:
-    """Whether the settings have these terms multiplied together.
+def share(terms: Sequence[Part], prefix: str = "") -> bool:
+    """Whether the settings have these terms of the layer `prefix` multiplied together.
 
     They read the same inputs, keep all of their outputs and one at least is packed.
     """
     names = envs.TOGETHER.read()
     dense = [isinstance(term.matrix, torch.Tensor) for term in terms]
-    if len(terms) < 2 or "parts" not in names or all(dense):
+    if len(terms) < 2 or "parts" not in names or all(dense) or _left_out(prefix):
         return False
     if any(dense) and "dense" not in names:
         return False
     return len({term.inputs for term in terms}) == 1 and all(_whole(term) for term in terms)
+
+
+def _left_out(prefix: str) -> bool:
+    return SHARED in prefix.split(".") and "shared" not in envs.TOGETHER.read()
 
 
 def _whole(term: Part) -> bool:
@@ -81,6 +89,8 @@ def join_activations(model: torch.nn.Module) -> int:
     for module in model.modules():
         act, layer = getattr(module, "act_fn", None), getattr(module, "gate_up_proj", None)
         if layer is None or not _is_plain_swiglu(act) or not hasattr(layer, "exl3_collector"):
+            continue
+        if _left_out(layer.quant_method.prefix):
             continue
         layer.exl3_limit = float(getattr(act, "swiglu_limit", math.inf))
         module.act_fn = Activated(act, layer)

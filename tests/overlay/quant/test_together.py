@@ -44,17 +44,17 @@ def mlp(monkeypatch, packed, exl3_config, at_rank, load):
     row = replace(table.row("reference"), dense_on_load=())
     monkeypatch.setattr(table, "choose", lambda device: row)
     gate, up = packed(128, WIDTH, 5), packed(128, WIDTH, 5)
-    config = exl3_config(gate.named("m.gate_proj") | up.named("m.up_proj"))
     at_rank(0, 1)
 
-    def build(setting: str) -> Mlp:
+    def build(setting: str, name: str = "m") -> Mlp:
+        config = exl3_config(gate.named(f"{name}.gate_proj") | up.named(f"{name}.up_proj"))
         monkeypatch.setenv("GLM_EXL3_TOGETHER", setting)
         layer = MergedColumnParallelLinear(
             128,
             [WIDTH] * 2,
             bias=False,
             quant_config=config,
-            prefix="m.gate_up_proj",
+            prefix=f"{name}.gate_up_proj",
             params_dtype=torch.bfloat16,
         )
         built = Mlp(layer)
@@ -112,6 +112,18 @@ def test_nothing_is_joined_unless_asked(mlp, limits):
     for setting in ("none", "activation", "dense"):
         mlp(setting)(tokens(1))
     assert limits == []
+
+
+def test_shared_experts_are_left_out_unless_named(mlp, limits):
+    name, x = "m.mlp.shared_experts", tokens(1)
+    alone = mlp("parts,activation", name)
+    assert isinstance(alone.act_fn, SiluAndMulWithClamp)
+    assert alone.gate_up_proj(x)[0].shape == (1, 2 * WIDTH)
+    assert limits == []
+    named = mlp("parts,activation,shared", name)
+    assert named.gate_up_proj(x)[0].shape == (1, WIDTH)
+    assert limits == [LIMIT]
+    torch.testing.assert_close(named(x), alone(x), rtol=2**-6, atol=1e-4)
 
 
 def test_what_may_share(monkeypatch, packed):
