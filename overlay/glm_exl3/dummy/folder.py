@@ -26,7 +26,7 @@ from glm_exl3.ref.tiny import configs
 from glm_exl3.ref.tiny.drafter import KERNEL_SIDES
 from glm_exl3.ref.tiny.folder import write_json, write_tokenizer
 from glm_exl3.ref.tiny.geometry import DraftGeometry, Geometry
-from glm_exl3.ref.tiny.matrices import MatrixMaker, marker
+from glm_exl3.ref.tiny.matrices import MatrixMaker, Packed
 from glm_exl3.ref.tiny.recipe import (
     DRAFT_BF16,
     DRAFT_EXL3,
@@ -58,35 +58,18 @@ class ShapeStreams(RandomStreams):
 
 
 @cache
-def _packed_leaves(rows: int, columns: int, bits: int, codebook: Codebook) -> dict[str, Tensor]:
+def _packed(rows: int, columns: int, bits: int, codebook: Codebook) -> Packed:
     with torch.device("meta"):
-        leaves = {
-            "trellis": torch.empty(rows // TILE, columns // TILE, TILE * bits, dtype=torch.int16),
-            "suh": torch.empty(rows, dtype=torch.float16),
-            "svh": torch.empty(columns, dtype=torch.float16),
-        }
-    with torch.device("cpu"):
-        return leaves | marker(codebook)
+        trellis = torch.empty(rows // TILE, columns // TILE, TILE * bits, dtype=torch.int16)
+        suh, svh = (torch.empty(size, dtype=torch.float16) for size in (rows, columns))
+    return Packed(trellis, suh, svh, codebook)
 
 
 class HeaderMaker(MatrixMaker):
     """Adds names and shapes; markers keep their value."""
 
-    def linear(
-        self,
-        module: str,
-        role: Role,
-        size: tuple[int, int],
-        gain: float = 1.0,
-        suh: Tensor | None = None,
-    ) -> None:
-        rows, columns = size
-        bits = self.recipe.packed_bits(role)
-        if bits is None:
-            self.plain(f"{module}.weight", self.streams.normal(module, columns, rows))
-            return
-        for leaf, value in _packed_leaves(rows, columns, bits, self.recipe.codebook).items():
-            self.tensors[f"{module}.{leaf}"] = value
+    def packed(self, module: str, size: tuple[int, int], bits: int, *_: Any, **__: Any) -> Packed:
+        return _packed(*size, bits, self.recipe.codebook)
 
     def input_signs(self, module: str, size: int) -> Tensor:
         return self.streams.signs(module, size)

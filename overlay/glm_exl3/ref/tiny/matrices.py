@@ -29,7 +29,7 @@ def marker(codebook: Codebook) -> dict[str, Tensor]:
         return {}
     suffix, value = _MARKERS[codebook]
     signed = value - (1 << 32) if value >= 1 << 31 else value
-    return {suffix: torch.tensor(signed, dtype=torch.int32)}
+    return {suffix: torch.tensor(signed, dtype=torch.int32, device="cpu")}
 
 
 @dataclass(frozen=True)
