@@ -31,6 +31,15 @@ def timing(
     return Job(name, command, expect, limit, at, needs=("library", *needs), env=env or {})
 
 
+def sanitizer(
+    name: str, tool: str, at: int, *needs: str, env: Mapping[str, str] | None = None
+) -> Job:
+    """Every kernel once under a tool; anything it finds fails the job."""
+    command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "{python}", "-m")
+    return Job(name, (*command, "kernels.small"), 120, 500, at, exclusive=False, gib=8,
+               needs=("library", *needs), env=env or {}, quick=False)  # fmt: skip
+
+
 KERNELS = (
     Job("gpu-tests", ("{python}", "-m", "pytest", "{root}/tests/gpu", "-q", "-n", "8", "-p",
         "no:cacheprovider", "--junitxml={out}/gpu-tests.xml"), 120, 420, 10, exclusive=False,
@@ -41,9 +50,12 @@ KERNELS = (
     timing("kernels", "kernels", "--out", EXPECTED, "--peer", "{work}/exl3_peer.so", expect=150,
            at=36, needs=("peer.kernels",)),
     timing("kernels.products", "kernels.products", expect=25, at=70),
-    *(Job(tool, ("compute-sanitizer", "--tool", tool, "{python}", "-m", "kernels.small"), 120,
-          500, at, exclusive=False, gib=8, needs=("library",), quick=False)
-      for tool, at in (("racecheck", 30), ("memcheck", 31))),
+    sanitizer("racecheck", "racecheck", 30),
+    sanitizer("memcheck", "memcheck", 31),
+    Job("every-lane", python("kernels.every_lane", "{work}/every-lane"), 150, 560, 68, 0,
+        quick=False, needs=("library",)),
+    sanitizer("racecheck.every-lane", "racecheck", 68, "every-lane",
+              env={"XDG_CACHE_HOME": "{work}/every-lane"}),
     timing("router", "e2e.router", EXPECTED, expect=25, at=50),
     timing("seam", "e2e.seam", EXPECTED, expect=30, at=51),
     timing("kda", "e2e.kda", EXPECTED, expect=25, at=52),

@@ -10,7 +10,15 @@ python3 -c 'from glm_exl3.ops import ext; print(ext.load())'
 status=0
 python3 -m pytest tests/gpu -q -p no:cacheprovider 2>&1 | tee "$out/tests.log" || status=1
 python3 -m kernels --out "$out/h200.json" 2>&1 | tee "$out/table.log" || status=1
-for tool in memcheck racecheck; do
-    compute-sanitizer --tool "$tool" python3 -m kernels.small 2>&1 | tee "$out/$tool.log" || status=1
-done
+check() { # NAME TOOL: every kernel once under the tool; what it finds is a failure
+    compute-sanitizer --tool "$2" --error-exitcode 9 python3 -m kernels.small 2>&1 | tee "$out/$1.log" || status=1
+}
+check memcheck memcheck
+check racecheck racecheck
+# The same with every lane freeing its stage: see kernels/every_lane.py.
+if python3 -m kernels.every_lane "$out/every-lane"; then
+    XDG_CACHE_HOME="$out/every-lane" check racecheck.every-lane racecheck
+else
+    status=1
+fi
 exit "$status"

@@ -41,7 +41,7 @@ prefill_kernel(const MoeArguments a, const PrefillScratch s) {
     typename Product::Ring ring = {shared_address(prefill_shared), shared_address(barriers),
                                    shared_address(barriers + Product::kStages), 0};
     if (threadIdx.x < 2 * Product::kStages) {
-        barrier_init(ring.full + threadIdx.x * 8, threadIdx.x < Product::kStages ? 1 : Product::kWarpCount);
+        barrier_init(ring.full + threadIdx.x * 8, threadIdx.x < Product::kStages ? 1 : Product::kFreeing);
     }
     fence_async_proxy();
     __syncthreads();

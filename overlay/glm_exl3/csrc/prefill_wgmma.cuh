@@ -16,6 +16,14 @@ namespace exl3 {
 
 constexpr int kPrefillThreads = 512;
 
+// Who frees a stage: one lane of each warp, behind a barrier of its warp. Racecheck does not carry the other
+// lanes' reads over that barrier; built with this switch each lane speaks for its own (`kernels.every_lane`).
+#ifdef GLM_EXL3_EVERY_LANE_FREES
+constexpr int kFreeingLanes = 32;
+#else
+constexpr int kFreeingLanes = 1;
+#endif
+
 template <int K, Codebook C, int Inputs, bool Narrow>
 struct PrefillProduct {
     static constexpr int kRows = Narrow ? kNarrowRows : kTileRows;
@@ -27,7 +35,7 @@ struct PrefillProduct {
     static constexpr int kTileWords = 8 * K;
     static constexpr int kStepBytes = 8 * kTileWords * 4;
     static constexpr int kWeightBytes = 2 * kSteps * kStepBytes;
-    static constexpr int kWarpCount = kPrefillThreads / 32;
+    static constexpr int kFreeing = kPrefillThreads / 32 * kFreeingLanes;
 
     static constexpr int kInputBytes = Inputs * kInputBlocks * kBlockBytes;
     static constexpr int kStageBytes = (kInputBytes + kWeightBytes + 1023) / 1024 * 1024;
@@ -77,6 +85,12 @@ struct PrefillProduct {
         if (threadIdx.x == 0) barrier_expect(barrier, copy.total);
         copy_bulk(ring.base + slot * kStageBytes + copy.offset, copy.from, copy.bytes, barrier);
         copy.from += copy.stride;
+    }
+
+    // Frees stage `s` as far as this warp goes, behind all its reads.
+    __device__ __forceinline__ static void leave_stage(const Ring& ring, int s, int lane) {
+        __syncwarp();
+        if (lane < kFreeingLanes) barrier_arrive(ring.empty + ring.slot(s) * 8);
     }
 
     // The lane's eight weights as A registers: of two products, or of one in the first four.
@@ -146,19 +160,15 @@ struct PrefillProduct {
                 product<N>(acc, a[step & 1], operand, step);
                 wgmma_commit();
                 wgmma_wait<1>();
-                // The products of the stage before are done: its slot is free as far as this warp goes.
-                if (step == 0 && s > 0) {
-                    __syncwarp();
-                    if (lane == 0) barrier_arrive(ring.empty + ring.slot(s - 1) * 8);
-                }
+                // The products of the stage before are done, so this warp has no use for it any more.
+                if (step == 0 && s > 0) leave_stage(ring, s - 1, lane);
                 if (step == 4 && s > 0 && copies && s - 1 + kStages < stages) {
                     copy_stage(ring, copy, s - 1 + kStages);
                 }
             }
         }
         wgmma_wait<0>();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(ring.empty + ring.slot(stages - 1) * 8);
+        leave_stage(ring, stages - 1, lane);
         ring.turn += stages;
         __syncthreads();
     }
