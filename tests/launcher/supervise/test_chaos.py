@@ -120,7 +120,6 @@ def secret(service) -> Iterator[Service]:
     assert texts and not any(SECRET in text for text in texts)
 
 
-@pytest.mark.long
 def test_ten_random_faults_break_no_invariant(
     secret: Service, wait_for: Callable[..., None]
 ) -> None:
