@@ -21,7 +21,7 @@ def run(
     arguments: Sequence[str],
     job: Mapping[str, Any],
     out: Path,
-    limit_s: float,
+    limit_s: float | None,
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
     """What this interpreter, given `arguments`, wrote to `out`, or `error`: its last words.

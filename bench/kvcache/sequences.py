@@ -23,6 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from e2e import child
+
 ENGINE_TESTS = Path(__file__).parents[2] / "tests" / "engine"
 DRAFTS, WINDOW, UNIT = 3, 256, 64
 POOL_BLOCKS, PARKED_BYTES = 90, 100 * 2**20
@@ -75,21 +77,13 @@ def engine(target: Path, drafter: Path) -> dict[str, Any]:
 
 
 def run_job(work: Path, name: str, job: Mapping[str, Any]) -> dict[str, Any]:
-    """One process of `prefix_job`; raises SystemExit with its output if it fails."""
-    given, result = work / f"{name}-job.json", work / f"{name}.json"
-    given.write_text(json.dumps(job))
+    """One process of `prefix_job`; raises SystemExit with its last words if it fails."""
     paths = [str(ENGINE_TESTS), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(ENGINE_TESTS / "prefix_job.py"), str(given), str(result)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(done.stdout[-4000:])
-    found: dict[str, Any] = json.loads(result.read_text())
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    words = (str(ENGINE_TESTS / "prefix_job.py"), "{job}", "{out}")
+    found = child.run(words, job, work / f"{name}.json", None, environment)
+    if "error" in found:
+        raise SystemExit(found["error"])
     return found
 
 
