@@ -1,11 +1,14 @@
-"""`python -m kernels.small`: every kernel once on small shapes, for compute-sanitizer."""
+"""`python -m kernels.small`: every kernel once on small shapes, for compute-sanitizer.
+
+Inputs of 640 columns are five stages of the tile kernels, so that rings of four slots come round.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from glm_exl3.format.layout import Codebook
-from glm_exl3.ops import cuda_backend
+from glm_exl3.ops import cuda_backend, cuda_parts
 from glm_exl3.ops.cuda_encode import encode_tiles
 from glm_exl3.ops.tuning import Step
 from kernels import inputs
@@ -13,20 +16,37 @@ from kernels import inputs
 RATES = ((2, Codebook.MUL1), (3, Codebook.MUL1), (4, Codebook.MCG), (6, Codebook.MCG))
 
 WARPS = Step("tiled", product="warp")
+# Experts, hidden width, intermediate width, whether gate and up share input scales, tokens: an even
+# and an odd number of 128 columns; about 100 rows an expert, then 25 for the narrow tiles.
+EXPERTS = (
+    (6, 256, 640, True, (1, 9, 150)),
+    (6, 640, 256, False, (1, 9, 150)),
+    (24, 640, 256, False, (150,)),
+)
 
 
 def _experts(bits: int, codebook: Codebook, generator: torch.Generator) -> None:
-    """Two hidden widths: an even and an odd number of 128 columns."""
-    for hidden, same in ((256, True), (384, False)):
+    for count, hidden, width, same, numbers in EXPERTS:
         w13 = inputs.random_stack(
-            (6, 2), hidden, 256, 16 * bits, codebook, generator, same_suh=same
+            (count, 2), hidden, width, 16 * bits, codebook, generator, same_suh=same
         )
-        w2 = inputs.random_stack((6,), 256, hidden, 16 * bits, codebook, generator)
+        w2 = inputs.random_stack((count,), width, hidden, 16 * bits, codebook, generator)
         stacks = cuda_backend.prepare_moe(w13, w2)
-        for tokens in (1, 9, 150):
-            call = inputs.random_routing(tokens, hidden, 6, 4, generator)
+        for tokens in numbers:
+            call = inputs.random_routing(tokens, hidden, count, 4, generator)
             cuda_backend.moe(call.x, call.ids, call.weights, *stacks, 10.0)
         cuda_backend.moe(call.x, call.ids, call.weights, *stacks, 10.0, how=WARPS)
+
+
+def _parts(bits: int, codebook: Codebook, generator: torch.Generator) -> None:
+    """Packed matrices beside each other and beside dense rows; gate and up as their activation."""
+    one, two = (inputs.random_matrix(512, 256, 16 * bits, codebook, generator) for _ in range(2))
+    dense = torch.randn(24, 512, device="cuda", generator=generator).bfloat16()
+    for tokens in (1, 3):
+        x = torch.randn(tokens, 512, device="cuda", generator=generator).bfloat16()
+        cuda_parts.parts(x, [one, two])
+        cuda_parts.parts(x, [one, dense])
+        cuda_parts.parts(x, [one, two], 10.0)
 
 
 def _matrices(bits: int, codebook: Codebook, generator: torch.Generator) -> None:
@@ -42,6 +62,7 @@ def main() -> None:
     for bits, codebook in RATES:
         _experts(bits, codebook, generator)
         _matrices(bits, codebook, generator)
+        _parts(bits, codebook, generator)
     for last_dim, codebook in ((112, Codebook.INST3), (24, Codebook.MUL1)):
         matrix = inputs.random_matrix(256, 256, last_dim, codebook, generator)
         cuda_backend.dequant(matrix, torch.float16)
