@@ -152,9 +152,10 @@ def test_a_node_that_lost_power_is_lost_and_comes_back_clean(fakes, lab) -> None
 
 def test_what_the_tests_process_preloads_stays_outside_of_a_node(lab, monkeypatch) -> None:
     node = lab.nodes[1]
-    monkeypatch.setenv("LD_PRELOAD", "/nowhere/libgomp.so")
     node.power_off()
-    node.power_on()
+    with monkeypatch.context() as patch:
+        patch.setenv("LD_PRELOAD", "/nowhere/libgomp.so")
+        node.power_on()
     node.wait_up()
     done = node.shell.run(["docker", "run", "--rm", "--entrypoint", "sleep", IMAGE, "0"])
     assert (done.code, done.err) == (0, "")
