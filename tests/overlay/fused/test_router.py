@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,16 +13,9 @@ from glm_exl3.fused import router
 
 
 @pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("interpreted_router.py"))],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout[done.stdout.index('{"alone"') :])
+def report(interpreted: Callable[..., str]) -> dict[str, Any]:
+    said = interpreted("interpreted_router.py")
+    return json.loads(said[said.index('{"alone"') :])
 
 
 def test_the_kernel_selects_as_the_reference(report: dict[str, Any]) -> None:

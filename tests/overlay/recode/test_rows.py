@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,16 +14,10 @@ from glm_exl3.ops import recoded, tuning
 from glm_exl3.ref import recode
 
 
-def test_the_kernel_computes_the_reference_in_its_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("interpreted_rows.py"))],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for case in json.loads(done.stdout):
+def test_the_kernel_computes_the_reference_in_its_interpreter(
+    interpreted: Callable[..., str],
+) -> None:
+    for case in json.loads(interpreted("interpreted_rows.py")):
         assert case["error"] < 5e-3, case
         assert case["alone"], case
 
