@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from service import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -32,12 +33,6 @@ COMMON = [
     "--max-num-seqs",
     "4",
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(**extra: str) -> dict[str, str]:
