@@ -88,6 +88,17 @@ class Nodes:
             start_new_session=True,
         )  # fmt: skip
 
+    def starting(self, within_s: float) -> subprocess.Popen[str]:
+        """A `start` with both containers running, whose head never says more."""
+        self.registry({"reg.example/glm:1": {"layers": ["a"], "plugin": "p", "trouble":
+                                             "head:silent"}})  # fmt: skip
+        process = self.popen("start")
+        deadline = time.monotonic() + within_s
+        while len(self.calls("docker", "run", "--detach")) < 2:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        return process
+
     def calls(self, *words: str) -> list[list[str]]:
         """Noted calls whose program and first words are these, on any node."""
         log = self.folder / "calls"

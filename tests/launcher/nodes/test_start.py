@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -78,13 +77,7 @@ def test_a_worker_that_fails_rolls_everything_back(nodes) -> None:
 
 
 def test_ctrl_c_before_ready_rolls_back(nodes) -> None:
-    nodes.registry({"reg.example/glm:1": {"layers": ["a"], "plugin": "p", "trouble":
-                                          "head:silent"}})  # fmt: skip
-    process = nodes.popen("start")
-    deadline = time.monotonic() + 60
-    while len(nodes.calls("docker", "run", "--detach")) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
+    process = nodes.starting(within_s=60)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out

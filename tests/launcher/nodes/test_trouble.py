@@ -55,13 +55,7 @@ def test_f17_a_second_command_on_the_head_is_told_who_is_at_work(nodes, tmp_path
 
 
 def test_f17_a_launcher_that_was_killed_leaves_nothing_in_the_way(nodes) -> None:
-    nodes.registry({"reg.example/glm:1": {"layers": ["a"], "plugin": "p", "trouble":
-                                          "head:silent"}})  # fmt: skip
-    process = nodes.popen("start")
-    deadline = time.monotonic() + 90
-    while len(nodes.calls("docker", "run", "--detach")) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
+    process = nodes.starting(within_s=90)
     process.kill()
     process.communicate(timeout=30)
     assert len(list(nodes.folder.rglob("lease.json"))) == 2
