@@ -3,7 +3,8 @@
 One shared library holds every CUDA kernel behind `torch.ops.glm_exl3_cuda.*`. It uses libtorch's
 stable ABI, so a file built once serves several torch releases. Images carry it beside this package;
 elsewhere `build` makes it with nvcc and keeps it in the user's cache under a digest of its sources,
-so changed sources never meet an old library. Importing this module does neither.
+so changed sources never meet an old library. Importing this module does neither. Where torch itself
+has no CUDA part, the library is linked against a stand-in of its name, and runs where there is one.
 
 Torch releases before 2.11 are refused: they lack parts of the ABI the library is built against.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -25,6 +27,7 @@ import torch
 from glm_exl3.format.errors import GlmExl3Error
 
 LIBRARY_NAME = "libglm_exl3_cuda.so"
+TORCH_CUDA = "libtorch_cuda.so"
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 SHIPPED = Path(__file__).resolve().parent / LIBRARY_NAME
 HOPPER = "9.0a"
@@ -32,6 +35,7 @@ ARCHITECTURES = ("8.0", HOPPER, "12.0", "12.1")
 MINIMUM_TORCH = (2, 11)
 # The ABI the library is compiled against; see torch/headeronly/version.h.
 _TARGET_TORCH = "0x020b000000000000"
+_INCLUDE = re.compile(rb'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 def source_digest() -> str:
@@ -114,14 +118,83 @@ def _run(command: list[str]) -> None:
         )
 
 
+def included(source: Path) -> list[Path]:
+    """`source` and all files beside it that it includes, itself or through others; sorted."""
+    found, unread = {source}, [source]
+    while unread:
+        for name in _INCLUDE.findall(unread.pop().read_bytes()):
+            path = source.parent / name.decode()
+            if path not in found and path.is_file():
+                found.add(path)
+                unread.append(path)
+    return sorted(found)
+
+
+@cache
+def _compiler_version(compiler: str) -> bytes:
+    return subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+
+
+def object_digest(command: list[str]) -> str:
+    """Twelve hex digits over all that an object of `compile_commands` depends on."""
+    source = Path(command[command.index("-c") + 1])
+    flags = [word for word in command[1:] if "/" not in word]
+    digest = hashlib.sha256(" ".join([torch.__version__, *flags]).encode())
+    digest.update(_compiler_version(command[0]))
+    for path in included(source):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _compile(command: list[str], kept: Path | None) -> Path:
+    """The object of `command`: made now, or the one in `kept` of the same inputs."""
+    made = Path(command[command.index("-o") + 1])
+    if kept is None:
+        _run(command)
+        return made
+    wanted = kept / f"{made.stem}-{object_digest(command)}.o"
+    if not wanted.is_file():
+        _run(command)
+        staged = wanted.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(made, staged)
+        staged.replace(wanted)
+    return wanted
+
+
+def _torch_folders(compiler: Path, folder: Path) -> list[Path]:
+    """Where to link torch from; a CPU torch gets an empty library for its missing CUDA part."""
+    library = Path(torch.__file__).parent / "lib"
+    if (library / TORCH_CUDA).is_file():
+        return [library]
+    empty = folder / "empty.cpp"
+    empty.touch()
+    name = ("-Xlinker", f"-soname={TORCH_CUDA}")
+    _run([str(compiler), "-shared", "-cudart", "none", *name, str(empty), "-o",
+          str(folder / TORCH_CUDA)])  # fmt: skip
+    return [library, folder]
+
+
+def link_command(
+    compiler: Path, linked: Path, objects: list[Path], folders: list[Path]
+) -> list[str]:
+    """Link `objects` so that loading the library loads torch's CUDA part, used here or not."""
+    places = [f"-L{folder}" for folder in folders]
+    libraries = ["-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10"]
+    command = [str(compiler), "-shared", "-cudart", "static", "-o", str(linked)]
+    return [*command, *map(str, objects), *places, *libraries]
+
+
 def build(
     target: Path | None = None,
     architectures: tuple[str, ...] = ARCHITECTURES,
     jobs: int = 1,
+    kept: Path | None = None,
 ) -> Path:
     """Compile and link all sources into `target` (default: the cache) and return it.
 
-    Raises GlmExl3Error when nvcc is missing or fails.
+    `kept` is a folder of objects that lasts: only what changed since is compiled. Raises
+    GlmExl3Error when nvcc is missing or fails.
     """
     compiler = nvcc()
     if compiler is None:
@@ -132,17 +205,15 @@ def build(
             fix="install the CUDA 13.0 toolkit or use the prebuilt image",
         )
     target = target or cached_library()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        objects = Path(folder)
-        commands = compile_commands(compiler, objects, architectures)
+    for folder in filter(None, (target.parent, kept)):
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        commands = compile_commands(compiler, work, architectures)
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(_run, commands))
-        linked = objects / LIBRARY_NAME
-        library = Path(torch.__file__).parent / "lib"
-        names = [str(path) for path in sorted(objects.glob("*.o"))]
-        libraries = [f"-L{library}", "-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10"]
-        _run([str(compiler), "-shared", "-cudart", "static", "-o", str(linked), *names, *libraries])
+            objects = list(pool.map(lambda command: _compile(command, kept), commands))
+        linked = work / LIBRARY_NAME
+        _run(link_command(compiler, linked, sorted(objects), _torch_folders(compiler, work)))
         staged = target.with_suffix(f".{os.getpid()}")
         shutil.copyfile(linked, staged)
         staged.replace(target)
