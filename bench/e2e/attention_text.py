@@ -8,8 +8,9 @@ longer than the indexer chooses from (`index_topk` 512), and scores texts of tha
 must give vLLM's text by the rule of `tests/engine/equivalence.py`; every layout must stay within
 its mean KL divergence (nats per token). Models: the miniature `full-4bpw`, and the tiny `full`
 checkpoint with random weights. The result is written after every configuration, and nothing starts
-behind `--seconds`; exit status 1 if something differs or is missing. On a CPU both values of
-GLM_EXL3_ATTENTION are the engine's own path, so only the layouts are compared there.
+behind `--seconds`; exit status 1 if something differs or is missing. With `--at-once` engines share
+the GPU, each with `--memory-gib` of KV cache: the models side by side, and our rows of each. On a
+CPU both values of GLM_EXL3_ATTENTION are the engine's own path, so only layouts are compared there.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from e2e.child import run as run_alone
+from e2e.gpu_text import tiny_folders
 
 ROOT = Path(__file__).parents[2]
 ENGINE_TESTS = ROOT / "tests" / "engine"
@@ -94,55 +97,57 @@ def row_of(found: Mapping[str, Any], layout: str, kl: Mapping[str, float]) -> di
     return {"text_equal": equal, **text, **kl, "limit": LIMITS[layout], "passed": passed}
 
 
-def compare_model(
-    name: str, folder: Path, options: argparse.Namespace, save: Any, deadline: float
-) -> dict[str, Any]:
-    """Rows by configuration, given to `save` after each."""
-    import torch
+class Model:
+    """One model's configurations, each an engine, and what they gave."""
 
-    from glm_exl3.format.kv import VLLM_NAMES
-    from kv.divergence import compare
+    def __init__(
+        self, name: str, folder: Path, options: argparse.Namespace, save: Any, deadline: float
+    ) -> None:
+        self.name, self.folder, self.options = name, folder, options
+        self.save, self.deadline = save, deadline
+        self.inputs = asked(name, options.short, options.long)
+        self.job: dict[str, Any] = {"tokens": options.tokens, **self.inputs}
+        self.base: list[Any] = []
 
-    inputs = asked(name, options.short, options.long)
-    rows: dict[str, Any] = {}
-    base: list[Any] = []
-    job: dict[str, Any] = {"tokens": options.tokens, **inputs}
-    for attention, layout in (BASE, *OURS):
-        key = f"{attention}-{layout}"
-        left = deadline - time.monotonic()
-        if left < options.least:
-            rows[key] = {"error": "no time was left"}
-            save(rows)
-            continue
-        engine = {"model": str(folder), "kv_cache_dtype": VLLM_NAMES[layout]}
+    def row(self, attention: str, layout: str) -> dict[str, Any]:
+        """Figures of one configuration, or `error`."""
+        import torch
+
+        from glm_exl3.format.kv import VLLM_NAMES
+        from kv.divergence import compare
+
+        left = self.deadline - time.monotonic()
+        if left < self.options.least:
+            return {"error": "no time was left"}
+        engine: dict[str, Any] = {"model": str(self.folder), "kv_cache_dtype": VLLM_NAMES[layout]}
         engine |= {"enable_prefix_caching": False, "max_num_batched_tokens": 512}
-        out = options.work / f"{name}-{key}.json"
-        began = time.monotonic()
-        found = run(job | {"engine": engine}, attention, out, left)
+        if self.options.memory_gib:
+            engine["kv_cache_memory_bytes"] = int(self.options.memory_gib * 2**30)
+            engine["gpu_memory_utilization"] = 0.1
+        out = self.options.work / f"{self.name}-{attention}-{layout}.json"
+        found = run(self.job | {"engine": engine}, attention, out, left)
         if "error" in found:
-            rows[key] = found
-        elif (attention, layout) == BASE:
-            base, job["reference"] = torch.load(out.with_suffix(".pt")), found["lines"]
-            rows[key] = {"device": found["device"]}
-        else:
-            rows[key] = row_of(
-                found, layout, compare(base, torch.load(out.with_suffix(".pt")), inputs["texts"])
-            )
-        rows[key]["seconds"] = round(time.monotonic() - began, 1)
-        save(rows)
-        print(name, key, {k: v for k, v in rows[key].items() if k != "broken"}, flush=True)
-        if not base:
-            break
-    return rows
+            return found
+        rows = torch.load(out.with_suffix(".pt"))
+        if (attention, layout) == BASE:
+            self.base, self.job["reference"] = rows, found["lines"]
+            return {"device": found["device"]}
+        return row_of(found, layout, compare(self.base, rows, self.inputs["texts"]))
 
+    def told(self, pair: tuple[str, str]) -> None:
+        """One configuration, saved and said."""
+        began, key = time.monotonic(), "-".join(pair)
+        row = self.row(*pair) | {"seconds": round(time.monotonic() - began, 1)}
+        self.save(self.name, key, row)
+        said = {k: v for k, v in row.items() if k != "broken"}
+        print(self.name, key, json.dumps(said)[:500], flush=True)
 
-def tiny(work: Path) -> Path:
-    """The tiny `full` checkpoint, made once."""
-    folder = work / "tiny-full"
-    if not folder.exists():
-        command = [sys.executable, "-m", "glm_exl3.ref.tiny", "--family", "full"]
-        subprocess.run([*command, "--out", str(folder)], check=True)
-    return folder
+    def all(self) -> None:
+        """vLLM's rows first, since the others are compared with them; without them none runs."""
+        self.told(BASE)
+        if self.base:
+            with ThreadPoolExecutor(min(len(OURS), self.options.at_once)) as pool:
+                list(pool.map(self.told, OURS))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -155,6 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--least", type=float, default=20, help="seconds that an engine needs")
+    parser.add_argument("--at-once", type=int, default=1, help="engines that share the GPU")
+    parser.add_argument("--memory-gib", type=float, default=0.0, help="of KV cache; 0: vLLM's")
+    parser.add_argument("--tiny", type=Path, help="where the tiny checkpoint is or gets; WORK")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
@@ -163,14 +171,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.work.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.seconds
     record: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "models": {}}
-    for name in options.models:
-        folder = NANO if name == "nano" else tiny(options.work)
+    lock = threading.Lock()
 
-        def save(rows: dict[str, Any], name: str = name) -> None:
-            record["models"][name] = rows
+    def save(name: str, key: str, row: dict[str, Any]) -> None:
+        with lock:
+            record["models"][name][key] = row
             options.out.write_text(json.dumps(record, indent=1) + "\n")
 
-        compare_model(name, folder, options, save, deadline)
+    models = []
+    for name in options.models:
+        record["models"][name] = {}
+        folder = NANO if name == "nano" else tiny_folders(options.tiny or options.work)[0]
+        models.append(Model(name, folder, options, save, deadline))
+    with ThreadPoolExecutor(min(len(models), options.at_once)) as pool:
+        list(pool.map(Model.all, models))
     ours = [f"{attention}-{layout}" for attention, layout in OURS]
     passed = [
         rows.get(key, {}).get("passed", False) for rows in record["models"].values() for key in ours

@@ -3,9 +3,11 @@
     python -m e2e.draft_pack WORK --out RESULT.json [--layers 5]
 
 Writes a BF16 drafter of random weights to WORK/bf16 (its dims are those of `glm_exl3.dummy`, five
-layers are 2.3 GB), packs it into WORK/packed with the product's own command and times that. The
-packed folder stays, for `e2e.draft_time`. The figures are seconds from folder to folder, digests of
-the source and the final sync included, and bytes of the packed weights.
+layers are 2.3 GB), packs it into WORK/packed with what is behind the product's own command, and
+times that. The packed folder stays, for `e2e.draft_time`. The figures are seconds from folder to
+folder, digests of the source and the final sync included, and bytes of the packed weights. A line
+with its second follows every matrix; `first_s` and `last_s` are the seconds before the first and
+behind the last one.
 """
 
 from __future__ import annotations
@@ -53,25 +55,34 @@ def measure(work: Path, layers: int, target_layers: int) -> dict[str, Any]:
     """Seconds and GiB. Raises what packing raises."""
     import torch
 
-    from glm_exl3.drafter.cli import main as pack
+    from glm_exl3.drafter.pack import Options, pack
 
     source, packed = work / "bf16", work / "packed"
+    begin = time.perf_counter()
     if not (source / "config.json").exists():
         write_random(source, layers, target_layers)
+    print(f"{time.perf_counter() - begin:6.1f} s  the source is there", flush=True)
     for folder in (packed, packed.with_name("packed.partial")):
         shutil.rmtree(folder, ignore_errors=True)
-    begin = time.perf_counter()
-    code = pack([str(source), str(packed)])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    begin, at = time.perf_counter(), list[float]()
+
+    def told(job: Any, error: float) -> None:
+        at.append(time.perf_counter() - begin)
+        print(f"{at[-1]:6.1f} s  {job.modules[0]}: error {error:.4f}", flush=True)
+
+    pack(source, packed, Options(), device=device, progress=told)
     seconds = time.perf_counter() - begin
-    if code:
-        raise SystemExit(code)
+    print(f"{seconds:6.1f} s  the folder is whole", flush=True)
     size = sum(path.stat().st_size for path in packed.glob("*.safetensors"))
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     return {
         "pack_s": round(seconds, 1),
+        "first_s": round(at[0], 1),
+        "last_s": round(seconds - at[-1], 1),
         "pack_gib": round(size / 2**30, 3),
         "layers": layers,
-        "device": device,
+        "device": name,
         "met": seconds <= LIMIT_S and size <= LIMIT_GIB * 2**30,
     }
 

@@ -101,18 +101,24 @@ def asked(model: str) -> list[list[int]]:
     return beginnings + texts[:TEXTS] + [one["prompt"] for one in panel["needles"][:NEEDLES]]
 
 
-def made(model: str, work: Path) -> tuple[Path, Path]:
-    """A model's folder and that of its drafter; the tiny ones are made once."""
-    if model != "tiny":
-        name = {"nano": "full-4bpw"}.get(model, model)
-        return draft_rows.MODEL / name, draft_rows.MODEL / "drafter"
-    folder, drafter = work / "tiny", work / "tiny-drafter"
+def tiny_folders(root: Path) -> tuple[Path, Path]:
+    """The tiny `full` checkpoint and its drafter below ROOT, made once."""
+    folder, drafter = root / "tiny", root / "tiny-drafter"
     if not drafter.exists():  # written last
+        root.mkdir(parents=True, exist_ok=True)
         command = (sys.executable, "-m", "glm_exl3.ref.tiny", "--family", "full")
         places = ("--out", str(folder), "--drafter", str(drafter))
-        path = {"PYTHONPATH": python_path(work)}
+        path = {"PYTHONPATH": python_path(root)}
         subprocess.run([*command, *places], check=True, env={**os.environ, **path})
     return folder, drafter
+
+
+def made(model: str, tiny: Path) -> tuple[Path, Path]:
+    """A model's folder and that of its drafter; the tiny ones lie below TINY."""
+    if model == "tiny":
+        return tiny_folders(tiny)
+    name = {"nano": "full-4bpw"}.get(model, model)
+    return draft_rows.MODEL / name, draft_rows.MODEL / "drafter"
 
 
 def digest(prompts: Sequence[Sequence[int]], folder: Path) -> str:
@@ -125,7 +131,7 @@ def digest(prompts: Sequence[Sequence[int]], folder: Path) -> str:
 
 def engine(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`."""
-    folder, drafter = made(case.model, options.work)
+    folder, drafter = made(case.model, options.tiny)
     given = argparse.Namespace(
         model=folder, drafter=drafter, packed=draft_rows.MODEL / "drafter-6bpw",
         eager=case.eager, memory_gib=options.memory_gib, batch=REQUESTS,
@@ -223,7 +229,7 @@ class Visit:
                 raise ValueError(f"{BASE.name} on this machine gave nothing to compare with")
             return self.kept
         known = json.loads(REFERENCE.read_text())["models"][case.model]
-        folder = made(case.model, self.options.work)[0]
+        folder = made(case.model, self.options.tiny)[0]
         if digest(asked(case.model), folder) != known["sha256"]:
             raise ValueError(f"{REFERENCE.name} has lines of another {case.model}: --reference")
         return list(known["lines"][: self.options.prompts])
@@ -255,7 +261,7 @@ class Visit:
         """Every case; ranks wait for the lines that they are compared with. The exit status."""
         for case in wanted:  # checkpoints are made once, before engines ask for them together
             with suppress(subprocess.CalledProcessError):
-                made(case.model, self.options.work)
+                made(case.model, self.options.tiny)
         for ranks in (1, 2):
             together = [case for case in wanted if case.ranks == ranks]
             with ThreadPoolExecutor(self.options.at_once) as pool:
@@ -279,7 +285,7 @@ def write_reference(visit: Visit) -> int:
         if "error" in found:
             print(found["error"])
             return 1
-        folder = made(model, visit.options.work)[0]
+        folder = made(model, visit.options.tiny)[0]
         lines = [rounded(line) for line in found["lines"]]
         record["models"][model] = {"sha256": digest(asked(model), folder), "lines": lines}
         print(f"{model}: {len(lines)} lines", flush=True)
@@ -301,6 +307,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=None, help="only the first ones")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of a reference's lines")
     parser.add_argument("--more", type=json.loads, default={}, help="further engine arguments")
+    parser.add_argument("--tiny", type=Path, help="where the tiny checkpoint is or gets; WORK")
     parser.add_argument("--reference", action="store_true", help="write the file of lines")
     parser.add_argument("--machine", default="", help="what the reference says it was made on")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -311,6 +318,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join([*GROUPS, *CASES])}")
     if options.out is None and not options.reference:
         parser.error("--out names the file of the result")
+    options.tiny = options.tiny or options.work
     options.cases = [CASES[name] for name in dict.fromkeys(names)]
     return options
 
@@ -320,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child:
         options.out.write_text(json.dumps(perform(json.loads(options.work.read_text()))))
         return 0
-    options.work = options.work.resolve()
+    options.work, options.tiny = options.work.resolve(), options.tiny.resolve()
     options.work.mkdir(parents=True, exist_ok=True)
     visit = Visit(options)
     return write_reference(visit) if options.reference else visit.all(options.cases)

@@ -12,7 +12,8 @@ taking drafts back needs, stands for verification. All of that favours the peer.
 
 What would fail late is checked first: its imports, and that its extension is compiled already
 (`python -m h200.prepare peer-package`), since its import would otherwise do that for minutes. A
-measurement that fails leaves its error in the row; without the first one the rest does not run.
+measurement that fails leaves its error in the row; without the first one the rest does not run. A
+line with its second follows everything that takes time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ CHUNK = 2048  # the generator's default
 REQUESTS = (1, 4, 16)
 PREFILL = 32768
 NEEDED = ("exllamav3", "marisa_trie", "llguidance", "pydantic", "rich", "tokenizers", "PIL", "yaml")
+BEGIN = time.monotonic()
 ARCHITECTURES = "9.0"  # those of `h200.prepare`: with others its import compiles anew
+
+
+def say(what: str) -> None:
+    """What happened, with the second since the start."""
+    print(f"{time.monotonic() - BEGIN:6.1f} s  {what}", flush=True)
 
 
 def made(
@@ -112,17 +119,23 @@ class Peer:
     """The loaded model with its cache."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
+        say("importing the peer")
         package = import_module("exllamav3")
+        say("imported")
         started = time.perf_counter()
         config = package.Config.from_directory(str(folder))
         source = Source(config.stc, DeviceStreams(0, torch.device("cuda:0")))
         config.stc.get_tensor = source
+        say("folder read")
         self.model = package.Model.from_config(config)
         self.cache = package.Cache(self.model, max_num_tokens=tokens, max_batch_size=max(REQUESTS))
+        say("loading")
         self.model.load(device="cuda:0", progressbar=False)
         torch.cuda.synchronize()
+        say(f"loaded, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
         self.start_s = time.perf_counter() - started
         self.vocabulary = int(config.vocab_size)
+        self.passed = False
 
     def ids(self, requests: int, tokens: int) -> torch.Tensor:
         return torch.randint(64, self.vocabulary, (requests, tokens))
@@ -141,6 +154,10 @@ class Peer:
         if states is not None:
             parameters["recurrent_states"] = states
         logits = self.model.forward(ids, parameters)
+        if not self.passed:
+            torch.cuda.synchronize()
+            say("first forward pass")
+            self.passed = True
         return logits, parameters.get("recurrent_states")
 
     def prefill(self, ids: torch.Tensor, room: int) -> Any:
@@ -202,6 +219,8 @@ def unready() -> str:
         return f"the peer needs {', '.join(missing)}: carry the wheels along"
     from torch.utils.cpp_extension import get_default_build_root
 
+    if find_spec("exllamav3_ext") is not None:  # carried along compiled
+        return ""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     if not any(root.rglob("exllamav3_ext.so")):
         return f"no exllamav3_ext.so below {root}: python -m h200.prepare peer-package FILES WORK"
@@ -219,7 +238,7 @@ def measure(folder: Path, layers: int, result: Path) -> bool:
         "used_gib": torch.cuda.max_memory_allocated() / 2**30,
         "rows": [],
     }
-    print(f"{layers} layers loaded in {peer.start_s:.0f} s", flush=True)
+    say(f"{layers} layers loaded in {peer.start_s:.0f} s")
 
     def add(figure: str, take: Callable[[], float], **row: Any) -> None:
         try:
@@ -229,7 +248,7 @@ def measure(folder: Path, layers: int, result: Path) -> bool:
             row["error"] = f"{type(error).__name__}: {error}"[:600]
         found["rows"].append(row)
         result.write_text(json.dumps(found, indent=1) + "\n")
-        print(row, flush=True)
+        say(json.dumps(row))
 
     for requests in REQUESTS:
         take = partial(peer.step_ms, requests, 1)
@@ -259,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)
     if lacking := unready():
-        print(lacking)
+        say(lacking)
         return 1
     folder = options.work / f"peer-{options.layers}"
     staged = folder.with_suffix(".new")
@@ -267,6 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dummy = ["--family", "full", "--layers", str(options.layers), "--out", str(staged)]
         subprocess.run([sys.executable, "-m", "glm_exl3.dummy", *dummy], check=True)
         staged.rename(folder)
+    say(f"{folder} is there")
     complete(folder)
     return int(not measure(folder, options.layers, options.result))
 

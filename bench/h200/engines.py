@@ -13,6 +13,7 @@ from typing import Any
 from h200.job import Job, python
 
 Measure = dict[str, Any]
+READY = ("library", "folders")
 
 BASE: Mapping[str, Any] = {
     "load_format": "exl3_dummy",
@@ -24,8 +25,6 @@ BASE: Mapping[str, Any] = {
     "gpu_memory_utilization": 0.95,
 }
 SERIAL = {"VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1"}
-BESIDE = {"GLM_EXL3_SHARED_BESIDE": "1"}
-SPREAD = {"GLM_EXL3_SPREAD": "1"}
 TOGETHER = {
     "parts": {"GLM_EXL3_TOGETHER": "parts"},
     "all": {"GLM_EXL3_TOGETHER": "parts,dense,activation"},
@@ -68,6 +67,8 @@ def engine(
     expect_s: int,
     priority: int,
     env: Mapping[str, str] | None = None,
+    needs: tuple[str, ...] = (),
+    after: tuple[str, ...] = (),
     **more: Any,
 ) -> Job:
     """A job of one engine on one GPU."""
@@ -78,7 +79,8 @@ def engine(
         2 * expect_s + 60,
         priority,
         env=env or {},
-        needs=("library", "folders"),
+        needs=(*READY, *needs),
+        after=("caches", "warm", *after),
         data={"engine": {**BASE, "model": f"{{work}}/{model}", **more}, "measure": measure},
     )
 
@@ -91,16 +93,12 @@ FULL = (
         "full.step", "full",
         [*decode(1, 16), *profile(1, 16), *prefill(32768), *decode(2, 4, 8),
          *decode(1, context=8192), *prefill(8192)],
-        130, 20,
+        140, 20,
     ),
-    engine("full.serial", "full", STEP, 75, 21, SERIAL),
-    engine("full.beside", "full", STEP, 75, 22, BESIDE),
-    engine("full.spread", "full", STEP, 75, 23, SPREAD),
-    engine("full.beside-spread", "full", STEP, 75, 24, BESIDE | SPREAD),
     engine(
         "full.verify7", "full",
         [*decode(1, 2, 16), *profile(1), *prefill(32768), *decode(2, context=LONG, tokens=32)],
-        170, 26, max_model_len=LONG + 8192, max_num_seqs=16, **dflash(7),
+        140, 26, max_model_len=LONG + 8192, max_num_seqs=16, **dflash(7),
     ),
     engine(
         "full.fused", "full", [*decode(1, 2, 4, 8), *profile(1)], 80, 28,
@@ -112,8 +110,9 @@ FULL = (
     ),
     *(engine(f"full.together-{n}", "full", STEP, 75, 22, env) for n, env in TOGETHER.items()),
     engine("full.steer", "full", decode(1, 16), 70, 62, {
-        "PYTHONPATH": "{files}/gguf-0.19.0-py3-none-any.whl",
-        "GLM_EXL3_STEER_VECTOR": "{work}/edits/vector.gguf", "GLM_EXL3_STEER_ALPHA": "2"}),
+        "PYTHONPATH": "{work}/site",
+        "GLM_EXL3_STEER_VECTOR": "{work}/edits/vector.gguf", "GLM_EXL3_STEER_ALPHA": "2"},
+        needs=("site",), after=("edits",)),
 )  # fmt: skip
 
 AB: Mapping[str, Mapping[str, str]] = {
@@ -197,14 +196,15 @@ def pair(
         priority,
         gpus=2,
         env=NCCL | dict(env or {}),
-        needs=("library", "folders"),
+        needs=READY,
+        after=("caches", "warm"),
         data={"engine": {**BASE, **TWO, "model": "{work}/pair", **more}, "measure": measure},
     )
 
 
 PAIRS = (
-    pair("pair.step", [*decode(1, 4, 16), *profile(1, 16), *prefill(32768)], 110, 25),
-    pair("pair.verify7", [*decode(1), *profile(1)], 100, 27, **dflash(7)),
+    pair("pair.step", [*decode(1, 4, 16), *profile(1, 16), *prefill(32768)], 95, 25),
+    pair("pair.verify7", [*decode(1), *profile(1)], 80, 27, **dflash(7)),
     pair("pair.nccl", [*decode(1, 16), *profile(1)], 80, 37, disable_custom_all_reduce=True),
     pair("pair.serial", [*decode(1, 16)], 75, 38, SERIAL),
 )

@@ -17,8 +17,9 @@ class Job:
     calls), {root} (the repository), {name}, {port} and {files} (what was carried along). `gpus` 0
     runs on the CPU beside everything; `exclusive` jobs are timings and have their GPUs alone,
     others share one as long as their `gib` fit. Smaller `priority` starts first. `needs` are jobs
-    that must have succeeded. `data` is written to {out}/{name}.job.json before the start. `quick`
-    starts engines without vLLM's warm-up of all shapes.
+    that must have succeeded, `after` such that must have ended somehow. `data` is written to
+    {out}/{name}.job.json before the start. `quick` starts engines without vLLM's warm-up of all
+    shapes. Without a `vital` job nothing is worth its time: when it fails, all ends.
     """
 
     name: str
@@ -33,6 +34,8 @@ class Job:
     needs: tuple[str, ...] = ()
     data: Mapping[str, Any] | None = None
     quick: bool = True
+    after: tuple[str, ...] = ()
+    vital: bool = False
 
 
 def python(module: str, *arguments: str) -> tuple[str, ...]:

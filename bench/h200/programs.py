@@ -3,32 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from h200.engines import NCCL
+from h200.engines import NCCL, READY
 from h200.job import Job, python
 
 EXPECTED = "{out}/{name}.json"
-GGUF = {"PYTHONPATH": "{files}/gguf-0.19.0-py3-none-any.whl"}
-PEER = {"PYTHONPATH": "{work}/peer:{work}/peer/site"}
+GGUF = {"PYTHONPATH": "{work}/site"}
+PEER = {"PYTHONPATH": "{work}/peer:{work}/site"}
+WARM = ("caches", "warm")
+
+
+def prepare(
+    name: str, expect: int, limit: int, at: int, *needs: str, quick: bool = True,
+    vital: bool = False, after: tuple[str, ...] = (),
+) -> Job:  # fmt: skip
+    """A step of `h200.prepare` beside everything else."""
+    command = python("h200.prepare", name.replace(".", "-"), "{files}", "{work}")
+    return Job(name, command, expect, limit, at, 0, needs=needs, quick=quick, vital=vital,
+               after=after)  # fmt: skip
+
 
 SETUP = (
-    Job("library", python("h200.prepare", "library", "{files}"), 5, 300, 0, 0),
-    Job("folders", python("h200.prepare", "folders", "{work}"), 40, 240, 1, 0),
-    Job("peer.kernels", python("h200.prepare", "peer-kernels", "{files}", "{work}"), 120, 500, 4, 0,
-        quick=False, needs=("library",)),
-    Job("peer.package", python("h200.prepare", "peer-package", "{files}", "{work}"), 300, 560, 3, 0,
-        quick=False, needs=("library",)),
+    prepare("library", 15, 300, 0, vital=True),
+    prepare("site", 5, 60, 0),
+    prepare("caches", 5, 60, 0),
+    prepare("flashinfer", 150, 500, 1, quick=False, after=("caches",)),
+    prepare("folders", 40, 240, 1),
+    prepare("tiny", 20, 120, 2),
+    prepare("peer.kernels", 120, 500, 4, "library", quick=False),
+    prepare("peer.package", 330, 560, 3, "site", quick=False),
+    Job("warm", python("e2e.gpu_text", "{work}/warm", "--out", EXPECTED, "--only",
+        "nano-dflash,nano-mtp", "--at-once", "2", "--seconds", "320"), 200, 340, 5,
+        exclusive=False, gib=40, needs=("library",), after=("caches",)),
 )  # fmt: skip
 
 
 def timing(
     name: str, module: str, *arguments: str, expect: int, at: int, needs: tuple[str, ...] = (),
-    limit: int = 0, env: Mapping[str, str] | None = None,
+    limit: int = 0, beside_gib: int = 0, **more: Any,
 ) -> Job:  # fmt: skip
-    """A measurement that has a GPU alone."""
-    command = python(module, *arguments)
-    limit = limit or 2 * expect + 40
-    return Job(name, command, expect, limit, at, needs=("library", *needs), env=env or {})
+    """A measurement that has a GPU alone, or one without times beside others."""
+    place = {"exclusive": False, "gib": beside_gib} if beside_gib else {}
+    command, limit = python(module, *arguments), limit or 2 * expect + 40
+    more = {"after": ("caches",), "needs": ("library", *needs), **place, **more}
+    return Job(name, command, expect, limit, at, **more)
 
 
 def sanitizer(
@@ -42,7 +61,7 @@ def sanitizer(
 
 KERNELS = (
     Job("gpu-tests", ("{python}", "-m", "pytest", "{root}/tests/gpu", "-q", "-n", "8", "-p",
-        "no:cacheprovider", "--junitxml={out}/gpu-tests.xml"), 120, 420, 10, exclusive=False,
+        "no:cacheprovider", "--junitxml={out}/gpu-tests.xml"), 70, 420, 10, exclusive=False,
         gib=60, needs=("library",)),
     timing("layers", "e2e.layers", EXPECTED, expect=80, at=11),
     timing("layers.same-suh", "e2e.layers", EXPECTED, "--same-suh", "--tokens", "1", expect=30,
@@ -75,7 +94,8 @@ WORKER = ("env", "CUDA_VISIBLE_DEVICES={gpu1}", *SERVE, "--node-rank", "1", "--h
 HEAD = ("env", "CUDA_VISIBLE_DEVICES={gpu0}", *SERVE, "--node-rank", "0", "--port", "{port}0")
 TEXT_TWO = Job(
     "text.two", python("e2e.gpu_text", "{work}/text-two", "--out", EXPECTED, "--only", "two",
-                       "--seconds", "330"), 150, 370, 29, gpus=2, env=NCCL, needs=("library",),
+                       "--seconds", "330"), 120, 370, 29, gpus=2, env=NCCL, needs=("library",),
+    after=WARM, exclusive=False, gib=40,
 )  # fmt: skip
 SERVED = (
     TEXT_TWO,
@@ -84,7 +104,7 @@ SERVED = (
         python("e2e.serve", EXPECTED, "--url", "http://127.0.0.1:{port}0/v1", "--requests",
                "1,4,16", "--prefill", "32768", "--limit", "240", "--beside", " ".join(WORKER),
                "--", *HEAD),
-        130, 360, 35, gpus=2, env=NCCL, needs=("library", "folders"),
+        130, 360, 35, gpus=2, env=NCCL, needs=READY, after=WARM,
     ),
 )  # fmt: skip
 
@@ -93,24 +113,27 @@ OTHERS = (
     timing("recode.projections", "e2e.recode", "projections", EXPECTED, expect=110, at=55,
            limit=170),
     timing("recode.step", "e2e.recode", "step", "{work}/recode", EXPECTED, expect=280, at=60,
-           limit=560),
-    timing("recode.nano", "nano.recode", "{root}/bench/nano/model/tr3", EXPECTED, expect=60, at=65),
+           limit=560, after=WARM),
+    timing("recode.nano", "nano.recode", "{root}/bench/nano/model/tr3", EXPECTED, "--schemes",
+           "fp8,fp8-scaled,int8,exl3:6", expect=60, at=65, beside_gib=10),
     timing("edits", "e2e.edits_load", "{work}/edits", "--out", EXPECTED, expect=90, at=56,
-           env=GGUF),
+           env=GGUF, needs=("site",)),
     timing("text.one", "e2e.gpu_text", "{work}/text-one", "--out", EXPECTED, "--seconds", "380",
-           expect=180, at=13, limit=420),
+           "--tiny", "{work}/tiny", expect=120, at=13, limit=420, needs=("tiny",), after=WARM,
+           beside_gib=85),
     timing("drafting.methods", *DRAFTING, "--only", "methods,soak,planted", "--budget-s", "480",
-           "--at-once", "5", expect=340, at=57, limit=520),
-    timing("drafting.pack", *DRAFTING, "--only", "pack", expect=70, at=39),
+           "--at-once", "5", expect=340, at=57, limit=520, after=WARM, beside_gib=110),
+    timing("drafting.pack", *DRAFTING, "--only", "pack", expect=130, at=39),
     timing("drafting.time", *DRAFTING, "--only", "time", expect=60, at=40,
-           needs=("drafting.pack",)),
-    timing("kv.text", "kv.visit", "{work}/kv", "--only", "text,turns", "--seconds", "250",
-           "--expected", EXPECTED, expect=200, at=38, limit=270),
+           after=(*WARM, "drafting.pack")),
+    timing("kv.text", "kv.visit", "{work}/kv", "--only", "text,turns", "--seconds", "370",
+           "--expected", EXPECTED, "--tiny", "{work}/tiny", expect=180, at=38, limit=390,
+           needs=("tiny",), after=WARM),
     timing("options", "e2e.draft_options", "--out", EXPECTED, "--budget-s", "500", expect=200,
-           at=59, limit=560),
+           at=59, limit=560, after=WARM),
     timing("options.soak", "e2e.draft_options", "--out", EXPECTED, "--soak", "2000",
-           "--budget-s", "500", expect=180, at=67, limit=560),
-    timing("hybrid", "e2e.hybrid", EXPECTED, "--graphs", "--real", expect=90, at=61),
+           "--budget-s", "500", expect=180, at=67, limit=560, after=WARM),
+    timing("hybrid", "e2e.hybrid", EXPECTED, "--graphs", "--real", expect=90, at=61, after=WARM),
 )  # fmt: skip
 
 

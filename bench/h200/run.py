@@ -1,8 +1,14 @@
-"""Run the table of GPU jobs: `python -m h200.run OUT [--only NAME...] [--gpus 0,1] [--list]`.
+"""Run the table of GPU jobs, or one call's part of it.
 
-Logs and results go to OUT, everything also into OUT/all.tar.xz at the end. WORK/done names the jobs
-that succeeded: a later run on the same machine leaves them out unless `--only` names them. `--list`
-shows the table, with `--json` for programs; `--dry-run` shows when each job would start.
+    python -m h200.run OUT --plan one --gpus 0,1 [--budget-s 560]
+    python -m h200.run OUT --only NAME... [--gpus 0]
+    python -m h200.run OUT --plan one,two,three --gpus 0,1 --dry-run
+
+Logs and results go to OUT, what they say into OUT/verdicts.json and a line per job, everything also
+into OUT/all.tar.xz at the end; then OUT/jit.tar.xz gets what engines compiled (`h200.caches`). All
+of that is over after `--budget-s`. WORK/done names the jobs that succeeded: a later run on the same
+machine leaves them out unless `--only` names them. `--list` shows the table, with `--json` for
+programs; `--dry-run` shows when each job would start, several plans as calls one after the other.
 """
 
 from __future__ import annotations
@@ -14,19 +20,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from e2e.plugged import ROOT, python_path
-from h200 import engines, programs
+from h200 import caches, engines, plans, programs, verdicts
 from h200.job import Job
 from h200.pack import pack
 from h200.schedule import Running, State, next_job, plan
 
 JOBS = (*programs.JOBS, *engines.JOBS)
-PACKING_S = 15
+NAMES = tuple(job.name for job in JOBS)
+PACKING_S, CACHES_S = 30, 24
+"""Seconds kept for what follows the last job, and those of them that compiled kernels may take."""
 
 
 def filled(value: Any, names: dict[str, str]) -> Any:
@@ -43,9 +51,10 @@ def filled(value: Any, names: dict[str, str]) -> Any:
 def start(job: Job, gpus: tuple[int, ...], out: Path, work: Path, files: Path) -> Any:
     """The job's process, leader of a group of its own."""
     names = {"python": sys.executable, "out": str(out), "work": str(work), "files": str(files)}
-    names |= {"root": str(ROOT), "name": job.name, "port": str(2000 + JOBS.index(job))}
+    names |= {"root": str(ROOT), "name": job.name, "port": str(2000 + NAMES.index(job.name))}
     names |= {f"gpu{i}": str(gpu) for i, gpu in enumerate(gpus)}
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", **filled(dict(job.env), names)}
+    env = {**os.environ, **caches.environment(work, os.environ), "PYTHONUNBUFFERED": "1"}
+    env |= filled(dict(job.env), names)
     paths = [str(ROOT / "bench/h200/quick")] if job.quick else []
     paths += [env["PYTHONPATH"]] if "PYTHONPATH" in job.env else []
     env["PYTHONPATH"] = os.pathsep.join([*paths, python_path(work)])
@@ -60,40 +69,76 @@ def start(job: Job, gpus: tuple[int, ...], out: Path, work: Path, files: Path) -
         )  # fmt: skip
 
 
-def succeeded(work: Path) -> frozenset[str]:
-    """Names of the jobs that ended well in earlier runs."""
-    done = work / "done"
-    return frozenset(done.read_text().split()) if done.exists() else frozenset()
+def names_in(path: Path) -> frozenset[str]:
+    """Names of jobs of earlier runs: WORK/done has those that ended well, WORK/tried all."""
+    return frozenset(path.read_text().split()) if path.exists() else frozenset()
 
 
 def keep(name: str, process: Any, seconds: float, work: Path) -> None:
-    """Say how a job ended, and note it if it ended well."""
+    """Say how a job ended, and note it."""
     print(f"{name:22} rc {process.returncode:4} {seconds:6.0f} s", flush=True)
-    if process.returncode == 0:
-        with (work / "done").open("a") as done:
-            done.write(f"{name}\n")
+    for note in ("tried", "done") if process.returncode == 0 else ("tried",):
+        with (work / note).open("a") as notes:
+            notes.write(f"{name}\n")
+
+
+def stop(process: Any) -> None:
+    """End a job with all that it started."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def pack_caches(options: argparse.Namespace) -> None:
+    """What was compiled, within its time: the results are packed already."""
+    env = {**os.environ, **caches.environment(options.work, os.environ)}
+    env["PYTHONPATH"] = python_path(options.work)
+    command = [sys.executable, "-m", "h200.caches", str(options.out), str(options.work)]
+    try:
+        subprocess.run(command, env=env, timeout=CACHES_S, check=False, cwd=ROOT / "bench")
+    except subprocess.TimeoutExpired:
+        print(f"compiled kernels: not packed within {CACHES_S} s", flush=True)
+
+
+def finish(
+    options: argparse.Namespace, ended: Mapping[str, tuple[int, float]], left: Sequence[Job]
+) -> int:
+    """Say how every job stands and pack; the exit status of the visit."""
+    found = verdicts.read(options.out, ended)
+    (options.out / "verdicts.json").write_text(json.dumps(found, indent=1) + "\n")
+    for name, one in found.items():
+        print(verdicts.line(name, one))
+    print("left:", " ".join(job.name for job in left) or "nothing", flush=True)
+    left_out = pack(options.out, options.out / "all.tar.xz")
+    print("not in all.tar.xz:", " ".join(left_out) or "nothing", flush=True)
+    pack_caches(options)
+    return int(any(rc for rc, _ in ended.values()))
 
 
 def run(pending: list[Job], options: argparse.Namespace) -> int:
-    """Run until nothing can start any more or the budget ends."""
-    begin, at_work, ended = time.monotonic(), dict[str, Any](), dict[str, int]()
-    done = succeeded(options.work)
+    """Run until nothing can start any more, a vital job failed, or the budget ends."""
+    begin, at_work, ended = time.monotonic(), dict[str, Any](), dict[str, tuple[int, float]]()
+    done, budget = names_in(options.work / "done"), options.budget_s - PACKING_S
     pending = [job for job in pending if job.name not in done or job.name in options.only]
     while True:
         now = time.monotonic() - begin
+        lost = False
         for name, (process, one, since) in list(at_work.items()):
-            late = now - since > one.job.limit_s or now > options.budget_s - PACKING_S
-            if process.poll() is None and late:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            if process.poll() is None and (now - since > one.job.limit_s or now > budget):
+                stop(process)
             if process.poll() is not None:
-                ended[name] = process.returncode
+                ended[name] = (process.returncode, now - since)
                 del at_work[name]
                 keep(name, process, now - since, options.work)
-                (options.out / "ended.json").write_text(json.dumps(ended))
-        good = frozenset(name for name, rc in ended.items() if rc == 0)
+                codes = {name: rc for name, (rc, _) in ended.items()}
+                (options.out / "ended.json").write_text(json.dumps(codes))
+                lost = lost or (one.job.vital and process.returncode != 0)
+        if lost:
+            for process, _, _ in at_work.values():
+                stop(process)
+            print("a job that all others stand on failed: see its log", flush=True)
+            return finish(options, ended, pending) or 1
+        good = frozenset(name for name, (rc, _) in ended.items() if rc == 0)
         running = tuple(one for _, one, _ in at_work.values())
-        budget = options.budget_s - PACKING_S
         state = State(now, budget, options.gpus, running, good, frozenset(ended))
         found = next_job(pending, state, done)
         if found is not None:
@@ -102,11 +147,26 @@ def run(pending: list[Job], options: argparse.Namespace) -> int:
             process = start(job, gpus, options.out, options.work, options.files)
             at_work[job.name] = (process, Running(job, gpus, now + job.expect_s), now)
         elif not at_work:
-            print("left:", " ".join(job.name for job in pending))
-            pack(options.out, options.out / "all.tar.xz")
-            return int(any(ended.values()))
+            return finish(options, ended, pending)
         else:
             time.sleep(0.3)
+
+
+def show_plans(jobs: Sequence[Job], options: argparse.Namespace) -> None:
+    """When everything would start, call after call."""
+    done, budget = set[str](), options.budget_s - PACKING_S
+    for name in options.plan or [""]:
+        chosen = plans.planned([name], JOBS) if name else jobs
+        chosen = [job for job in chosen if job.name not in done]
+        starts = plan(chosen, options.gpus, budget, done)
+        length = {job.name: job.expect_s for job in chosen}
+        print(f"{name or 'jobs'}: {max((starts[n] + length[n] for n in starts), default=0):.0f} s")
+        for job, second in starts.items():
+            print(f"{second:6.0f} s  {job:22} {length[job]:4} s")
+        print(
+            "  left:", " ".join(job.name for job in chosen if job.name not in starts) or "nothing"
+        )
+        done |= set(starts)
 
 
 def listed(jobs: Sequence[Job], as_json: bool) -> None:
@@ -123,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m h200.run")
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--plan", type=lambda t: t.split(","), default=[], help="of h200.plans")
     parser.add_argument("--gpus", type=lambda t: tuple(map(int, t.split(","))), default=(0,))
     parser.add_argument("--budget-s", type=float, default=560)
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "h200")
@@ -131,17 +192,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="with --list")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
-    options.out = options.out.absolute()
-    unknown = set(options.only) - {job.name for job in JOBS}
+    options.out, options.work = options.out.absolute(), options.work.absolute()
+    options.files = options.files.absolute()
+    unknown = (set(options.only) - {job.name for job in JOBS}) | (
+        set(options.plan) - set(plans.PLANS)
+    )
     if unknown:
-        parser.error(f"no job {', '.join(sorted(unknown))}; --list names them")
+        parser.error(f"no {', '.join(sorted(unknown))}; --list names jobs, h200.plans plans")
     chosen = [job for job in JOBS if not options.only or job.name in options.only]
+    if options.plan:
+        chosen = plans.planned(options.plan, JOBS, names_in(options.work / "tried"))
     if options.list:
         listed(chosen, options.json)
         return 0
     if options.dry_run:
-        for name, second in plan(chosen, options.gpus, options.budget_s).items():
-            print(f"{second:6.0f} s  {name}")
+        show_plans(chosen, options)
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     options.work.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from h200.job import WHOLE_GPU_GIB, Job
 
-MOST_BESIDE = 3  # jobs that share a GPU
+MOST_BESIDE = 4  # jobs that share a GPU
 CPU_JOBS = 4
 
 
@@ -57,9 +57,12 @@ def place(job: Job, state: State) -> tuple[int, ...] | None:
     return tuple(room[: job.gpus]) if len(room) >= job.gpus else None
 
 
-def waits(job: Job, state: State, names: Collection[str]) -> bool:
-    """Whether a job it needs is still to come."""
-    return any(n in names and n not in state.ended for n in job.needs)
+def waits(job: Job, state: State, pending: Sequence[Job]) -> bool:
+    """Whether a job it needs or follows is still to come; it does not follow what cannot start."""
+    coming = {one.job.name for one in state.running}
+    needed = coming | {one.name for one in pending}
+    followed = coming | {one.name for one in pending if fits(one, state)}
+    return any(n in needed for n in job.needs) or any(n in followed for n in job.after)
 
 
 def lacks(job: Job, state: State, done: Collection[str], names: Collection[str]) -> str | None:
@@ -84,7 +87,7 @@ def next_job(
     names |= set(state.ended)
     held_until: float | None = None
     for job in sorted(pending, key=lambda job: job.priority):
-        if lacks(job, state, done, names) or waits(job, state, names) or not fits(job, state):
+        if lacks(job, state, done, names) or waits(job, state, pending) or not fits(job, state):
             continue
         gpus = place(job, state)
         patient = held_until is None or job.gpus == 0
@@ -95,15 +98,21 @@ def next_job(
     return None
 
 
-def plan(jobs: Sequence[Job], gpus: tuple[int, ...], budget_s: float) -> Mapping[str, float]:
-    """Expected start of every job that fits if all take what they are expected to take."""
-    pending, running = list(jobs), list[Running]()
+def plan(
+    jobs: Sequence[Job], gpus: tuple[int, ...], budget_s: float, done: Collection[str] = ()
+) -> Mapping[str, float]:
+    """Expected start of every job that fits if all take what they are expected to take.
+
+    `done` are jobs that ended well in earlier calls on the same machine.
+    """
+    pending = [job for job in jobs if job.name not in done]
+    running: list[Running] = []
     ended: set[str] = set()
     starts: dict[str, float] = {}
     now = 0.0
     while True:
         state = State(now, budget_s, gpus, tuple(running), frozenset(ended), frozenset(ended))
-        found = next_job(pending, state, ())
+        found = next_job(pending, state, done)
         if found is not None:
             job, where = found
             pending.remove(job)

@@ -44,14 +44,15 @@ class Step:
     limit_s: float
 
 
-def steps(work: Path) -> list[Step]:
-    text = ("-m", "e2e.attention_text", str(work / "text"), "--out", str(work / "text.json"))
+def steps(work: Path, tiny: Path | None = None) -> list[Step]:
+    text = ("-m", "e2e.attention_text", str(work / "text"), "--out", str(work / "text.json"),
+            "--tiny", str(tiny or work), "--at-once", "3", "--memory-gib", "8")  # fmt: skip
     turns = ("-m", "kvcache.turns", str(work / "turns"), "--out", str(work / "turns.json"))
     kernels = ("-m", "kv.measure", str(work / "kernels.json"), "--seconds", "{left}")
     return [
         Step("tests", ("-m", "pytest", *PYTEST, *TESTS), 100),
-        Step("text", (*text, "--seconds", "{left}"), 170),
-        Step("turns", turns, 80),
+        Step("text", (*text, "--seconds", "{left}"), 220),
+        Step("turns", turns, 150),
         Step("kernels", kernels, 300),
     ]
 
@@ -109,12 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--only", type=lambda text: text.split(","), default=[])
     parser.add_argument("--expected", type=Path, default=EXPECTED)
+    parser.add_argument("--tiny", type=Path, help="where the tiny checkpoint is or gets; WORK")
     parser.add_argument("--machine", default="1x NVIDIA H200")
     asked = parser.parse_args(arguments)
     work = asked.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     began, status = time.monotonic(), dict[str, int]()
-    for step in steps(work):
+    for step in steps(work, asked.tiny):
         left = asked.seconds - (time.monotonic() - began)
         if (asked.only and step.name not in asked.only) or left < 2 * LEAST_S:
             continue

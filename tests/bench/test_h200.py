@@ -6,8 +6,10 @@ import argparse
 import dataclasses
 import importlib
 import json
+import lzma
 import shlex
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ from typing import Any
 import pytest
 
 from e2e.plugged import ROOT
-from h200 import programs
+from h200 import caches, carry, plans, prepare, programs, verdicts
+from h200 import run as runner
 from h200.job import Job
 from h200.run import JOBS, filled
-from h200.schedule import plan
+from h200.schedule import State, next_job, plan, takes
 
 NAMES = {name: f"/made-up/{name}" for name in ("out", "work", "files")}
 NAMES |= {"python": "PYTHON", "root": str(ROOT), "name": "NAME", "port": "2012"}
@@ -143,6 +146,205 @@ def test_a_plan_starts_what_is_needed_first_and_keeps_the_budget() -> None:
         if job.name in starts:
             assert starts[job.name] + job.expect_s <= 560
             assert all(starts[need] < starts[job.name] for need in job.needs)
+
+
+def test_the_plans_of_a_visit_fit_and_leave_nothing() -> None:
+    done: set[str] = set()
+    for name in plans.PLANS:
+        jobs = [job for job in plans.planned([name], JOBS) if job.name not in done]
+        starts = plan(jobs, (0, 1), 560 - runner.PACKING_S, done)
+        assert set(starts) == {job.name for job in jobs} >= set(plans.PLANS[name]) - done
+        for job in jobs:
+            assert all(
+                starts[n] < starts[job.name] for n in (*job.needs, *job.after) if n in starts
+            )
+        done |= set(starts)
+
+
+def test_no_job_is_planned_twice_and_every_plan_works_on_a_bare_machine() -> None:
+    names = [name for one in plans.PLANS.values() for name in one]
+    assert len(set(names)) == len(names) and set(names) <= {job.name for job in JOBS}
+    for name in plans.PLANS:
+        first = [job.name for job in plans.planned([name], JOBS)]
+        assert {"library", "caches", "warm"} <= set(first)
+        assert first.index("library") < first.index("warm")
+    later = plans.planned(["two"], JOBS, tried=("warm", "edits"))
+    assert not {"warm", "edits"} & {job.name for job in later}
+
+
+def job(name: str, **more: Any) -> Job:
+    return Job(name, ("true",), more.pop("expect_s", 10), 20, more.pop("priority", 0), **more)
+
+
+def test_a_job_follows_what_failed_but_needs_what_succeeded() -> None:
+    pending = [job("follows", after=("first",)), job("needs", needs=("first",))]
+    first = job("first", expect_s=30)
+    known = State(0, 100, (0,))
+    assert next_job([*pending, first], known, ()) == (first, (0,))
+    failed = State(0, 100, (0,), ended=frozenset({"first"}))
+    assert next_job(pending, failed, ()) == (pending[0], (0,))
+    assert next_job(pending[1:], failed, ()) is None
+    late = State(80, 100, (0,))  # nobody waits for what cannot start any more
+    assert next_job([*pending, first], late, ()) == (pending[0], (0,))
+
+
+def test_jobs_without_times_share_a_gpu_with_each_other_only() -> None:
+    from h200.schedule import Running
+
+    shared = [Running(job("a", exclusive=False, gib=80), (0,), 9)]
+    assert takes(job("b", exclusive=False, gib=50), 0, shared)
+    assert not takes(job("c", exclusive=False, gib=60), 0, shared)
+    assert not takes(job("d"), 0, shared)
+
+
+def visit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *jobs: Job, budget: float = 60
+) -> tuple[int, Path]:
+    """Run `jobs` for real, without GPUs or caches of this machine."""
+    monkeypatch.setattr(runner, "JOBS", jobs)
+    monkeypatch.setattr(runner, "NAMES", tuple(one.name for one in jobs))
+    monkeypatch.setattr(runner, "pack_caches", lambda _: None)
+    for key in caches.VARIABLES.values():
+        monkeypatch.setenv(key, str(tmp_path / "jit" / key))
+    out = tmp_path / "out"
+    given = [str(out), "--work", str(tmp_path / "work"), "--budget-s", str(budget)]
+    return runner.main(given), out
+
+
+def shell(name: str, script: str, **more: Any) -> Job:
+    return Job(name, ("sh", "-c", script), 5, 20, more.pop("priority", 0), 0, **more)
+
+
+def test_a_vital_job_that_fails_ends_everything_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = (
+        shell("library", "echo no symbol; exit 1", vital=True),
+        shell("beside", "sleep 50"),
+        shell("kernels", "true", needs=("library",)),
+    )
+    code, out = visit(tmp_path, monkeypatch, *jobs)
+    assert code == 1
+    assert json.loads((out / "ended.json").read_text()) == {"library": 1}
+    said = capsys.readouterr().out
+    assert "all others stand on" in said and "FAILED" in said and "no symbol" in said
+    assert (out / "all.tar.xz").is_file()
+    assert (tmp_path / "work" / "tried").read_text() == "library\n"
+
+
+def test_a_visit_says_what_every_job_showed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = """echo '{"passed": {"a": true, "b": false}}' > {out}/{name}.json; exit 1"""
+    jobs = (shell("text", script), shell("plain", "echo 42 things"))
+    code, out = visit(tmp_path, monkeypatch, *jobs)
+    found = json.loads((out / "verdicts.json").read_text())
+    assert code == 1 and found["text"]["passed"] is False and found["plain"]["passed"] is None
+    said = capsys.readouterr().out
+    assert "1 of 2 passed; not b" in said and "42 things" in said
+
+
+@pytest.mark.parametrize(
+    ("result", "passed", "figure"),
+    [
+        ({"verdict": {"passed": False, "decode_worst_ratio": 1.25}}, False,
+         "decode_worst_ratio 1.25"),
+        ({"within": True, "seconds": {"a": 1}}, True, ""),
+        ({"met": True, "pack_s": 81.5}, True, "pack_s 81.5"),
+        ({"rows": [{"kind": "decode", "requests": 1, "step_ms": 10.651}]}, None,
+         "kind decode requests 1 step_ms 10.65"),
+        ([{"scheme": "int8", "kl": 0.00075}], None, "scheme int8 kl 0.00075"),
+        ({"greedy_equal": True, "planted_caught": False}, False, ""),
+        (None, None, ""),
+    ],
+)  # fmt: skip
+def test_a_verdict_is_what_the_result_says(result: Any, passed: bool | None, figure: str) -> None:
+    found = verdicts.verdict(0, 12, result, "the last line")
+    assert found["passed"] is passed
+    assert figure in "; ".join(found["figures"])
+    assert verdicts.verdict(124, 12, result, "")["passed"] is False
+
+
+def caches_at(root: Path) -> dict[str, str]:
+    return {key: str(root / name) for name, key in caches.VARIABLES.items()}
+
+
+def test_compiled_kernels_come_back_and_are_restored(tmp_path: Path) -> None:
+    here, there, work, out = (tmp_path / name for name in ("here", "there", "work", "out"))
+    for folder in (work, out, here / "flashinfer/ops/topk", here / "torch/exllamav3_ext"):
+        folder.mkdir(parents=True)
+    (here / "flashinfer/ops/topk/topk.so").write_bytes(b"code")
+    (here / "flashinfer/ops/topk/topk.lock").touch()
+    (here / "torch/exllamav3_ext/exllamav3_ext.so").write_bytes(b"peer")
+    env = caches_at(here)
+    caches.pack(out, work, env)
+    assert {path.name for path in out.iterdir()} == {"jit.tar.xz", "peer.tar.xz"}
+    other = tmp_path / "work2"
+    other.mkdir()
+    assert caches.restore(out, other, caches_at(there)) == 1
+    assert (there / "flashinfer/ops/topk/topk.so").read_bytes() == b"code"
+    assert not (there / "torch").exists()
+    for path in out.iterdir():
+        path.unlink()
+    caches.pack(out, work, env)  # nothing was added since
+    caches.pack(out, other, caches_at(there))
+    assert not [*out.iterdir()]
+    (here / "triton").mkdir()
+    (here / "triton/kernel.cubin").touch()
+    caches.pack(out, work, env)
+    assert [path.name for path in out.iterdir()] == ["jit.tar.xz"]
+
+
+def test_an_archive_that_is_too_large_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(256)))
+    assert not caches.write(tmp_path / "jit.tar.xz", [("file", tmp_path / "file")], limit=10)
+    assert not (tmp_path / "jit.tar.xz").exists()
+
+
+def test_wheels_are_unpacked_beside_the_peers(tmp_path: Path) -> None:
+    files, work = tmp_path / "files", tmp_path / "work"
+    files.mkdir()
+    for name in (prepare.WHEEL, "pycountry-26.2.16-py3-none-any.whl"):
+        with zipfile.ZipFile(files / name, "w") as made:
+            made.writestr(f"{name.partition('-')[0]}/data.json", "{}")
+    for _ in range(2):
+        prepare.site(files, work)
+    assert [path.name for path in (work / "site").iterdir()] == ["pycountry"]
+    assert carry.missing(files) == ["marisa_trie==1.4.1", "gguf==0.19.0"]
+    assert f"{carry.WHEELS[0].replace('==', '-')}-py3-none-any.whl" == prepare.WHEEL
+
+
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: bytes) -> Path:
+    """FILES with a carried library; `source` stands for it, and Python for torch's loader."""
+    from glm_exl3.ops import ext
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(ext, "SHIPPED", tmp_path / "absent.so")
+    monkeypatch.setattr(prepare, "LOAD", "import sys; exec(open(sys.argv[1]).read())")
+    files = tmp_path / "files"
+    files.mkdir()
+    (files / f"{ext.LIBRARY_NAME}.xz").write_bytes(lzma.compress(source))
+    (files / "digest").write_text(ext.source_digest())
+    return files
+
+
+def test_the_carried_library_is_unpacked_and_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from glm_exl3.ops import ext
+
+    prepare.library(library(tmp_path, monkeypatch, b"pass"), tmp_path)
+    assert ext.cached_library().read_bytes() == b"pass"
+
+
+def test_a_library_that_does_not_load_ends_the_job_and_is_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from glm_exl3.ops import ext
+
+    with pytest.raises(SystemExit, match="does not load"):
+        prepare.library(library(tmp_path, monkeypatch, b"raise OSError('no symbol')"), tmp_path)
+    assert ext.find_library() is None
 
 
 def test_placeholders_are_filled_at_every_depth() -> None:

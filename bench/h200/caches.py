@@ -1,0 +1,140 @@
+"""What engines compile at their first start on a machine: kept between visits.
+
+    python -m h200.caches OUT WORK
+
+Writes OUT/jit.tar.xz from the folders that Triton, TileLang, FlashInfer, vLLM and torch compile
+into, if something was added since they were restored or packed, and once what the peer compiled:
+OUT/peer.tar.xz (its extension) and OUT/peer-kernels.tar.xz. Carried back in FILES, they are
+restored by `h200.prepare`. Objects stay in: FlashInfer asks ninja, which compiles again what it
+lacks. Triton's groups name whole paths, so the folders must lie where they lay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import lzma
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+VARIABLES = {
+    "tilelang": "TILELANG_CACHE_DIR",
+    "triton": "TRITON_CACHE_DIR",
+    "vllm": "VLLM_CACHE_ROOT",
+    "flashinfer": "FLASHINFER_WORKSPACE_BASE",
+    "torch": "TORCH_EXTENSIONS_DIR",
+}
+PEER_MODULE, PEER_KERNELS = "exllamav3_ext", "exl3_peer.so"
+LEFT_OUT = (".lock", ".log", ".tmp", ".pyc")
+LIMIT_BYTES = 15 * 2**20
+RAW_LIMIT_BYTES = 400 * 2**20
+STAMP = "jit.stamp"
+Entry = tuple[str, Path]
+
+
+def environment(work: Path, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of all caches: those of `env`, others below WORK/jit."""
+    return {key: env.get(key) or str(work / "jit" / name) for name, key in VARIABLES.items()}
+
+
+def entries(env: Mapping[str, str]) -> list[Entry]:
+    """Every file worth keeping with its name in the archive, without the peer's build."""
+    found = []
+    for name, key in VARIABLES.items():
+        folder = Path(env[key])
+        for path in sorted(folder.rglob("*")):
+            inside = path.relative_to(folder)
+            if path.is_symlink() or not path.is_file() or path.suffix in LEFT_OUT:
+                continue
+            if PEER_MODULE not in inside.parts:
+                found.append((f"{name}/{inside}", path))
+    return found
+
+
+def stamp(kept: Iterable[Entry]) -> str:
+    """Changes when files are added, lost or grow."""
+    lines = [f"{name} {path.stat().st_size}" for name, path in kept]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def compressed(raw: bytes) -> bytes:
+    """xz on all cores where its program is there."""
+    if program := shutil.which("xz"):
+        return subprocess.run([program, "-T0", "-2", "-c"], input=raw, capture_output=True,
+                              check=True).stdout  # fmt: skip
+    return lzma.compress(raw, preset=1)
+
+
+def write(target: Path, kept: Iterable[Entry], limit: int = LIMIT_BYTES) -> bool:
+    """`target` whole or not at all; False says that it would be larger than `limit` bytes."""
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w") as tar:
+        for name, path in kept:
+            tar.add(path, name, recursive=False)
+    packed = compressed(raw.getvalue()) if raw.tell() <= RAW_LIMIT_BYTES else b""
+    if not packed or len(packed) > limit:
+        print(f"{target.name}: {raw.tell() >> 20} MiB, {len(packed) >> 20} MiB packed: left out")
+        return False
+    staged = target.with_suffix(".new")
+    staged.write_bytes(packed)
+    staged.replace(target)
+    print(f"{target.name}: {len(packed) / 2**20:.1f} MiB")
+    return True
+
+
+def peer_files(work: Path, env: Mapping[str, str]) -> dict[str, Entry]:
+    """What the peer compiled here, by the name of its archive."""
+    built = sorted(Path(env[VARIABLES["torch"]]).rglob(f"{PEER_MODULE}.so"))
+    found = {"peer": (built[0].name, built[0])} if built else {}
+    if (work / PEER_KERNELS).is_file():
+        found["peer-kernels"] = (PEER_KERNELS, work / PEER_KERNELS)
+    return found
+
+
+def pack(out: Path, work: Path, env: Mapping[str, str]) -> None:
+    """Write the archives that are due; WORK remembers which were."""
+    kept = entries(env)
+    now, before = stamp(kept), work / STAMP
+    fresh = kept and (not before.is_file() or before.read_text() != now)
+    if fresh and write(out / "jit.tar.xz", kept):
+        before.write_text(now)
+    for name, entry in peer_files(work, env).items():
+        if not (work / f"{name}.packed").exists() and write(out / f"{name}.tar.xz", [entry]):
+            (work / f"{name}.packed").touch()
+
+
+def unpack(archive: Path, target: Path) -> bool:
+    """Files of `archive` below `target`; False where there is no archive."""
+    if not archive.is_file():
+        return False
+    with tarfile.open(archive) as tar:
+        tar.extractall(target, filter="tar")
+    return True
+
+
+def restore(files: Path, work: Path, env: Mapping[str, str]) -> int:
+    """Put what FILES/jit.tar.xz holds into the folders; the number of files there then."""
+    archive = files / "jit.tar.xz"
+    if archive.is_file():
+        with tarfile.open(archive) as tar:
+            for member in tar.getmembers():
+                name, _, inside = member.name.partition("/")
+                if name in VARIABLES and inside:
+                    member.name = inside
+                    tar.extract(member, env[VARIABLES[name]], filter="tar")
+        (work / STAMP).write_text(stamp(entries(env)))
+    return len(entries(env))
+
+
+def main() -> None:
+    out, work = map(Path, sys.argv[1:])
+    pack(out, work, environment(work, os.environ))
+
+
+if __name__ == "__main__":
+    main()
