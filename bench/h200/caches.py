@@ -75,7 +75,10 @@ def write(target: Path, kept: Iterable[Entry], limit: int = LIMIT_BYTES) -> bool
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w") as tar:
         for name, path in kept:
-            tar.add(path, name, recursive=False)
+            info = tar.gettarinfo(path, name)
+            info.mtime = int(info.mtime)  # ninja makes again what is newer than its log says
+            with path.open("rb") as file:
+                tar.addfile(info, file)
     packed = compressed(raw.getvalue()) if raw.tell() <= RAW_LIMIT_BYTES else b""
     if not packed or len(packed) > limit:
         print(f"{target.name}: {raw.tell() >> 20} MiB, {len(packed) >> 20} MiB packed: left out")

@@ -21,7 +21,7 @@ TWO = (
     "drafting.time",
 )  # fmt: skip
 THREE = (
-    "every-lane", "drafting.methods", "recode.step", "recode.nano", "racecheck.every-lane",
+    "every-lane", "drafting.methods", "recode.nano", "recode.step", "racecheck.every-lane",
     "kv.text", "peer.engine45",
 )  # fmt: skip
 PLANS: Mapping[str, tuple[str, ...]] = {"one": ONE, "two": TWO, "three": THREE}

@@ -142,6 +142,7 @@ def peer_engine(layers: int, expect: int, at: int, *needs: str) -> Job:
         f"peer.engine{layers}",
         python("e2e.peer_engine", EXPECTED, "--layers", str(layers), "--work", "{work}"),
         expect, 2 * expect + 60, at, env=PEER, needs=("peer.package", *needs), quick=False,
+        after=("library",),
     )  # fmt: skip
 
 

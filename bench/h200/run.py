@@ -28,7 +28,7 @@ from typing import Any
 from e2e.plugged import ROOT, python_path
 from h200 import caches, engines, plans, programs, verdicts
 from h200.job import Job
-from h200.pack import pack
+from h200.pack import inner_logs, pack
 from h200.schedule import Running, State, next_job, plan
 
 JOBS = (*programs.JOBS, *engines.JOBS)
@@ -100,15 +100,17 @@ def pack_caches(options: argparse.Namespace) -> None:
 
 
 def finish(
-    options: argparse.Namespace, ended: Mapping[str, tuple[int, float]], left: Sequence[Job]
-) -> int:
+    options: argparse.Namespace, ended: Mapping[str, tuple[int, float]], left: Sequence[Job],
+    seconds: float,
+) -> int:  # fmt: skip
     """Say how every job stands and pack; the exit status of the visit."""
     found = verdicts.read(options.out, ended)
     (options.out / "verdicts.json").write_text(json.dumps(found, indent=1) + "\n")
     for name, one in found.items():
         print(verdicts.line(name, one))
     print("left:", " ".join(job.name for job in left) or "nothing", flush=True)
-    left_out = pack(options.out, options.out / "all.tar.xz")
+    inner = inner_logs(options.work, time.time() - seconds)
+    left_out = pack(options.out, options.out / "all.tar.xz", inner)
     print("not in all.tar.xz:", " ".join(left_out) or "nothing", flush=True)
     pack_caches(options)
     return int(any(rc for rc, _ in ended.values()))
@@ -118,7 +120,8 @@ def run(pending: list[Job], options: argparse.Namespace) -> int:
     """Run until nothing can start any more, a vital job failed, or the budget ends."""
     begin, at_work, ended = time.monotonic(), dict[str, Any](), dict[str, tuple[int, float]]()
     done, budget = names_in(options.work / "done"), options.budget_s - PACKING_S
-    pending = [job for job in pending if job.name not in done or job.name in options.only]
+    again = {job.name for job in pending if job.vital} | set(options.only)
+    pending = [job for job in pending if job.name not in done or job.name in again]
     while True:
         now = time.monotonic() - begin
         lost = False
@@ -136,7 +139,7 @@ def run(pending: list[Job], options: argparse.Namespace) -> int:
             for process, _, _ in at_work.values():
                 stop(process)
             print("a job that all others stand on failed: see its log", flush=True)
-            return finish(options, ended, pending) or 1
+            return finish(options, ended, pending, now) or 1
         good = frozenset(name for name, (rc, _) in ended.items() if rc == 0)
         running = tuple(one for _, one, _ in at_work.values())
         state = State(now, budget, options.gpus, running, good, frozenset(ended))
@@ -147,7 +150,7 @@ def run(pending: list[Job], options: argparse.Namespace) -> int:
             process = start(job, gpus, options.out, options.work, options.files)
             at_work[job.name] = (process, Running(job, gpus, now + job.expect_s), now)
         elif not at_work:
-            return finish(options, ended, pending)
+            return finish(options, ended, pending, now)
         else:
             time.sleep(0.3)
 
@@ -157,7 +160,7 @@ def show_plans(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     done, budget = set[str](), options.budget_s - PACKING_S
     for name in options.plan or [""]:
         chosen = plans.planned([name], JOBS) if name else jobs
-        chosen = [job for job in chosen if job.name not in done]
+        chosen = [job for job in chosen if job.name not in done or job.vital]
         starts = plan(chosen, options.gpus, budget, done)
         length = {job.name: job.expect_s for job in chosen}
         print(f"{name or 'jobs'}: {max((starts[n] + length[n] for n in starts), default=0):.0f} s")

@@ -103,9 +103,9 @@ def plan(
 ) -> Mapping[str, float]:
     """Expected start of every job that fits if all take what they are expected to take.
 
-    `done` are jobs that ended well in earlier calls on the same machine.
+    `done` are jobs that ended well in earlier calls on the same machine; vital ones run again.
     """
-    pending = [job for job in jobs if job.name not in done]
+    pending = [job for job in jobs if job.name not in done or job.vital]
     running: list[Running] = []
     ended: set[str] = set()
     starts: dict[str, float] = {}

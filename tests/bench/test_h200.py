@@ -9,6 +9,7 @@ import json
 import lzma
 import shlex
 import sys
+import tarfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -151,7 +152,8 @@ def test_a_plan_starts_what_is_needed_first_and_keeps_the_budget() -> None:
 def test_the_plans_of_a_visit_fit_and_leave_nothing() -> None:
     done: set[str] = set()
     for name in plans.PLANS:
-        jobs = [job for job in plans.planned([name], JOBS) if job.name not in done]
+        every = plans.planned([name], JOBS, tried=done)
+        jobs = [job for job in every if job.name not in done or job.vital]
         starts = plan(jobs, (0, 1), 560 - runner.PACKING_S, done)
         assert set(starts) == {job.name for job in jobs} >= set(plans.PLANS[name]) - done
         for job in jobs:
@@ -235,13 +237,27 @@ def test_a_vital_job_that_fails_ends_everything_at_once(
 def test_a_visit_says_what_every_job_showed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = """echo '{"passed": {"a": true, "b": false}}' > {out}/{name}.json; exit 1"""
+    script = """echo '{"passed": {"a": true, "b": false}}' > {out}/{name}.json
+        mkdir {work}/parts; echo why > {work}/parts/b.log; exit 1"""
     jobs = (shell("text", script), shell("plain", "echo 42 things"))
     code, out = visit(tmp_path, monkeypatch, *jobs)
     found = json.loads((out / "verdicts.json").read_text())
     assert code == 1 and found["text"]["passed"] is False and found["plain"]["passed"] is None
     said = capsys.readouterr().out
     assert "1 of 2 passed; not b" in said and "42 things" in said
+    with tarfile.open(out / "all.tar.xz") as packed:
+        inner = packed.extractfile("h200/work/parts/b.log")
+        assert inner is not None and inner.read() == b"why\n"
+        assert "h200/verdicts.json" in packed.getnames()
+
+
+def test_a_later_call_repeats_what_is_vital_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = (shell("library", "true", vital=True), shell("once", "true", needs=("library",)))
+    for expected in ({"library": 0, "once": 0}, {"library": 0}):
+        code, out = visit(tmp_path, monkeypatch, *jobs)
+        assert code == 0 and json.loads((out / "ended.json").read_text()) == expected
 
 
 @pytest.mark.parametrize(
@@ -282,7 +298,10 @@ def test_compiled_kernels_come_back_and_are_restored(tmp_path: Path) -> None:
     other = tmp_path / "work2"
     other.mkdir()
     assert caches.restore(out, other, caches_at(there)) == 1
-    assert (there / "flashinfer/ops/topk/topk.so").read_bytes() == b"code"
+    restored = there / "flashinfer/ops/topk/topk.so"
+    assert restored.read_bytes() == b"code"
+    built = (here / "flashinfer/ops/topk/topk.so").stat().st_mtime_ns
+    assert restored.stat().st_mtime_ns == built // 10**9 * 10**9
     assert not (there / "torch").exists()
     for path in out.iterdir():
         path.unlink()
