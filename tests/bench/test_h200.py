@@ -333,6 +333,28 @@ def test_wheels_are_unpacked_beside_the_peers(tmp_path: Path) -> None:
     assert f"{carry.WHEELS[0].replace('==', '-')}-py3-none-any.whl" == prepare.WHEEL
 
 
+@pytest.mark.parametrize(("codes", "kept"), [([0], True), ([1, 0], False)])
+def test_the_peers_extension_is_carried_or_compiled(
+    codes: list[int], kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`codes` are the exit statuses of importing it, first the carried one."""
+    files, work = tmp_path / "files", tmp_path / "work"
+    for folder in (files, work):
+        folder.mkdir()
+    with zipfile.ZipFile(files / prepare.WHEEL, "w") as made:
+        made.writestr("exllamav3/ext.py", "")
+    extension = tmp_path / f"{caches.PEER_MODULE}.so"
+    extension.touch()
+    caches.write(files / "peer.tar.xz", [(extension.name, extension)])
+    monkeypatch.setenv("PYTHONPATH", "")
+    left = list(codes)
+    monkeypatch.setattr(prepare, "imports", lambda _: left.pop(0))
+    prepare.peer_package(files, work)
+    assert not left
+    assert (work / "peer" / extension.name).exists() is kept
+    assert (work / "peer.packed").exists() is kept  # else it is brought back
+
+
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: bytes) -> Path:
     """FILES with a carried library; `source` stands for it, and Python for torch's loader."""
     from glm_exl3.ops import ext
