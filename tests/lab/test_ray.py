@@ -37,6 +37,7 @@ PROCESSES = "raylet|gcs_server|ray::|ray_node"
 def head(tiny_model) -> Iterator[Head]:
     if not (lab_module.ROOTFS.is_dir() and lab_module.BASE.is_file()):
         pytest.fail("the lab is not set up: run tests/lab/setup.sh --engine")
+    thin_image.install_ray()  # from outside of the lab, which has no way to a package index
     folder = Path(f"/tmp/glmlabr{os.getpid()}")
     with lab_module.opened(folder, 2) as lab, lab_module.at(lab.nodes[0]):
         first, second = lab.nodes
