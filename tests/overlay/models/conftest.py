@@ -6,12 +6,25 @@ whether a checkpoint loads.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """vLLM's configuration sets variables such as LD_PRELOAD, which later tests would inherit."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +90,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     patch.setattr(torch.accelerator, "empty_cache", lambda: None)
     rendezvous = tmp_path_factory.mktemp("gloo") / "store"
-    with set_current_vllm_config(VllmConfig()):
+    with environment_kept(), set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
     yield
@@ -101,7 +114,8 @@ def build(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
             "max_num_seqs": 4,
             "language_model_only": True,
         }
-        config = EngineArgs(model=str(folder), **(settings | arguments)).create_engine_config()
+        with environment_kept():
+            config = EngineArgs(model=str(folder), **(settings | arguments)).create_engine_config()
         draft_config = config.speculative_config.draft_model_config if draft else None
         with set_current_vllm_config(config):
             return get_model(vllm_config=config, model_config=draft_config)

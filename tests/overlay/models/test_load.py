@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -114,3 +116,9 @@ def test_the_vision_tower_loads_beside_packed_text(pristine, build) -> None:
     same(mlp.gate_up_proj.weight.float(), torch.cat(parts))
     for parameter in model.visual.parameters():
         assert not torch.isnan(parameter).any()
+
+
+def test_loading_leaves_the_environment_as_it_was(pristine, build) -> None:
+    before = dict(os.environ)
+    build(pristine("tr3"))
+    assert dict(os.environ) == before
