@@ -193,10 +193,11 @@ def cluster(head) -> Iterator[str]:
     """A Ray cluster of somebody else, with its head on the first node; its address."""
     node = head.lab.nodes[0]
     head.run("stop")
-    argv = ["docker", "run", "--detach", "--name", USERS, "--network", "host", "--entrypoint",
-            "ray", IMAGE, "start", "--head", "--block", "--port", str(USERS_PORT),
-            "--node-ip-address", node.fabric, "--num-gpus", "4", "--num-cpus", "1",
-            "--include-dashboard", "false", "--object-store-memory", "80000000"]  # fmt: skip
+    argv = ["docker", "run", "--detach", "--name", USERS, "--network", "host", "--ipc",
+            "shareable", "--volume", "/tmp/ray", "--entrypoint", "ray", IMAGE, "start", "--head",
+            "--block", "--port", str(USERS_PORT), "--node-ip-address", node.fabric, "--num-gpus",
+            "4", "--num-cpus", "1", "--include-dashboard", "false",
+            "--object-store-memory", "80000000"]  # fmt: skip
     done = node.shell.run(argv)
     assert done.ok, done.err
     started = ["docker", "logs", USERS]
@@ -207,7 +208,11 @@ def cluster(head) -> Iterator[str]:
 
 
 def nodes_of(head: Head, address: str) -> tuple[int, int]:
-    """How many nodes the users' cluster has, and what a task there answers."""
+    """How many nodes the users' cluster has, and what a task there answers.
+
+    A container beside the cluster's asks: without pivot_root, as in the lab, `docker exec` sees the
+    node's files.
+    """
     code = (
         "import ray, sys\n"
         f"ray.init(address='{address}', logging_level='ERROR', log_to_driver=False)\n"
@@ -215,7 +220,9 @@ def nodes_of(head: Head, address: str) -> tuple[int, int]:
         "print(sum(one['Alive'] for one in ray.nodes()), ray.get(task.remote()))"
     )
     ip = address.rpartition(":")[0]
-    command = ["docker", "exec", USERS, "python3", "-c", code, ip]
+    there = f"container:{USERS}"
+    beside = ["--network", "host", "--ipc", there, "--pid", there, "--volumes-from", USERS]
+    command = ["docker", "run", "--rm", *beside, "--entrypoint", "python3", IMAGE, "-c", code, ip]
     done = head.lab.nodes[0].shell.run(command, timeout_s=120)
     assert done.ok, done.err
     alive, answer = done.out.split()[-2:]
