@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("skipped although it could have run")
         for line in forbidden:
             terminalreporter.line(line)
+
+
+@pytest.fixture(scope="session")
+def said() -> Callable[[subprocess.Popen[str], str], None]:
+    """Waits for a line of a process; what it says later stays to be read."""
+
+    def wait(process: subprocess.Popen[str], text: str) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if text in line:
+                return
+        raise AssertionError(f"never said: {text}")
+
+    return wait

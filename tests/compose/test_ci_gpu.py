@@ -142,15 +142,6 @@ def until(what: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def said(process: subprocess.Popen[str], text: str) -> None:
-    """Wait for a line of the client; what it says later stays to be read."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if text in line:
-            return
-    raise AssertionError(f"never said: {text}")
-
-
 def test_an_engine_that_answers_is_measured(job) -> None:
     job.engine()
     code, output = ended(job.bench())
@@ -203,7 +194,7 @@ def test_an_engine_that_ends_during_the_canary_fails_the_job(job, end) -> None:
 
 
 @pytest.mark.parametrize("end", list(ENDS))
-def test_an_engine_that_ends_during_the_measurement_fails_the_job_soon(job, end) -> None:
+def test_an_engine_that_ends_during_the_measurement_fails_the_job_soon(job, end, said) -> None:
     engine = job.engine()
     bench = job.bench(f'{sys.executable} -c "{SLEEP}"')
     said(bench, "canary: ")
@@ -214,7 +205,7 @@ def test_an_engine_that_ends_during_the_measurement_fails_the_job_soon(job, end)
 
 
 @pytest.mark.parametrize("end", list(ENDS))
-def test_an_engine_that_ends_after_a_good_measurement_fails_the_job(job, end) -> None:
+def test_an_engine_that_ends_after_a_good_measurement_fails_the_job(job, end, said) -> None:
     """The measurement ends with 0 at the moment at which the engine ends."""
     engine = job.engine()
     mark = job.folder / "go"
@@ -226,7 +217,7 @@ def test_an_engine_that_ends_after_a_good_measurement_fails_the_job(job, end) ->
     assert ended(bench)[0] in (5, 7)
 
 
-def test_an_engine_that_was_started_again_fails_the_job(job) -> None:
+def test_an_engine_that_was_started_again_fails_the_job(job, said) -> None:
     engine = job.engine()
     bench = job.bench(f'{sys.executable} -c "{SLEEP}"')
     said(bench, "canary: ")
@@ -236,7 +227,7 @@ def test_an_engine_that_was_started_again_fails_the_job(job) -> None:
     assert code == 7 and "started again" in output
 
 
-def test_a_client_that_is_stopped_does_not_exit_with_0(job) -> None:
+def test_a_client_that_is_stopped_does_not_exit_with_0(job, said) -> None:
     job.engine()
     bench = job.bench(f'{sys.executable} -c "{SLEEP}"')
     said(bench, "canary: ")

@@ -68,14 +68,6 @@ def ended(process: subprocess.Popen[str], node: Node) -> tuple[int, str]:
     return process.returncode, output
 
 
-def said(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if text in line:
-            return
-    raise AssertionError(f"never said: {text}")
-
-
 def test_a_job_that_works_exits_with_0(job, node) -> None:
     code, output = ended(job("sh -c :"), node)
     assert code == 0, output
@@ -98,7 +90,7 @@ LONG = pytest.mark.long
                                  pytest.param("kill what it runs", marks=LONG)])  # fmt: skip
 @pytest.mark.parametrize("phase", [pytest.param("before READY", marks=LONG),
                                    "during the measurement"])  # fmt: skip
-def test_an_engine_that_is_ended_fails_the_job(job, node, how, phase) -> None:
+def test_an_engine_that_is_ended_fails_the_job(job, node, how, phase, said) -> None:
     if phase == "before READY":
         process = job("sh -c :", f"{ENGINE} --nnodes 2")
         while not engines(node):
