@@ -13,17 +13,14 @@ from h200.job import Job
 
 ONE = (
     "library", "site", "caches", "flashinfer", "tiny", "folders", "warm", "peer.package",
-    "peer.kernels", "gpu-tests", "racecheck", "memcheck", "edits", "recode.projections",
-    "text.one", "text.two", "full.step", "peer.engine8", "drafting.pack",
+    "every-lane", "peer.kernels", "gpu-tests", "memcheck", "racecheck.every-lane", "edits",
+    "recode.projections", "text.one", "text.two", "peer.engine8", "drafting.pack", "full.verify7",
 )  # fmt: skip
 TWO = (
-    "pair.served", "pair.step", "pair.verify7", "full.verify7", "full.window", "full.steer",
-    "drafting.time",
+    "pair.served", "pair.step", "pair.verify7", "full.step", "full.window", "recode.step",
+    "drafting.time", "recode.nano",
 )  # fmt: skip
-THREE = (
-    "every-lane", "drafting.methods", "recode.nano", "recode.step", "racecheck.every-lane",
-    "kv.text", "peer.engine45",
-)  # fmt: skip
+THREE = ("drafting.methods", "kv.text", "peer.engine45", "full.steer", "kv")
 PLANS: Mapping[str, tuple[str, ...]] = {"one": ONE, "two": TWO, "three": THREE}
 
 

@@ -75,11 +75,16 @@ def restored(files: Path, work: Path) -> None:
     print(caches.restore(files, work, os.environ), "files in the caches")
 
 
-def flashinfer(_files: Path, _work: Path) -> None:
-    """FlashInfer's module for DFlash2's choice of tokens, which takes minutes to compile."""
+def flashinfer(files: Path, _work: Path) -> None:
+    """FlashInfer's module for DFlash2's choice of tokens: carried, or compiled, which takes minutes."""
     from flashinfer.jit.topk import gen_topk_module
 
-    gen_topk_module().build_and_load()
+    module = gen_topk_module()
+    data = carried(files, f"{module.name}.so")
+    if data is not None:
+        module.aot_path.parent.mkdir(parents=True, exist_ok=True)
+        module.aot_path.write_bytes(data)
+    print("carried" if module.is_aot else "compiled here", module.build_and_load())
 
 
 def site(files: Path, work: Path) -> None:

@@ -95,7 +95,7 @@ HEAD = ("env", "CUDA_VISIBLE_DEVICES={gpu0}", *SERVE, "--node-rank", "0", "--por
 TEXT_TWO = Job(
     "text.two", python("e2e.gpu_text", "{work}/text-two", "--out", EXPECTED, "--only", "two",
                        "--seconds", "330"), 120, 370, 29, gpus=2, env=NCCL, needs=("library",),
-    after=WARM, exclusive=False, gib=40,
+    after=WARM, exclusive=False, gib=36,
 )  # fmt: skip
 SERVED = (
     TEXT_TWO,
