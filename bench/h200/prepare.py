@@ -76,7 +76,7 @@ def restored(files: Path, work: Path) -> None:
 
 
 def flashinfer(files: Path, _work: Path) -> None:
-    """FlashInfer's module for DFlash2's choice of tokens: carried, or compiled, which takes minutes."""
+    """FlashInfer's module for DFlash2's choice of tokens: carried, or compiled for minutes."""
     from flashinfer.jit.topk import gen_topk_module
 
     module = gen_topk_module()
