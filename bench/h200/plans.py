@@ -1,7 +1,8 @@
 """Which jobs each call of a visit takes, in the order in which they should start; two GPUs.
 
 A call is at most ten minutes, so a plan's expected times end before the budget of `h200.run`. What
-jobs need comes along by itself. A later plan on the same machine leaves out what ended well before.
+jobs need comes along by itself. A later plan on the same machine leaves out what ended well before;
+`more` is for time that is left.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ ONE = (
     "recode.projections", "text.one", "text.two", "peer.engine8", "drafting.pack", "full.verify7",
 )  # fmt: skip
 TWO = (
-    "pair.served", "pair.step", "pair.verify7", "full.step", "full.window", "recode.step",
-    "drafting.time", "recode.nano",
+    "pair.served", "pair.step", "pair.verify7", "pair.nccl", "full.window", "drafting.time",
+    "recode.nano",
 )  # fmt: skip
-THREE = ("drafting.methods", "kv.text", "peer.engine45", "full.steer", "kv")
-PLANS: Mapping[str, tuple[str, ...]] = {"one": ONE, "two": TWO, "three": THREE}
+THREE = ("drafting.methods", "recode.step", "kv.text", "peer.engine45")
+MORE = ("full.step", "kv", "full.steer", "verify.3", "verify.5", "verify.8")
+PLANS: Mapping[str, tuple[str, ...]] = {"one": ONE, "two": TWO, "three": THREE, "more": MORE}
 
 
 def with_needs(names: Iterable[str], jobs: Sequence[Job], tried: Collection[str] = ()) -> list[str]:

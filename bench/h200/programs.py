@@ -94,8 +94,9 @@ WORKER = ("env", "CUDA_VISIBLE_DEVICES={gpu1}", *SERVE, "--node-rank", "1", "--h
 HEAD = ("env", "CUDA_VISIBLE_DEVICES={gpu0}", *SERVE, "--node-rank", "0", "--port", "{port}0")
 TEXT_TWO = Job(
     "text.two", python("e2e.gpu_text", "{work}/text-two", "--out", EXPECTED, "--only", "two",
-                       "--seconds", "330"), 120, 370, 29, gpus=2, env=NCCL, needs=("library",),
-    after=WARM, exclusive=False, gib=36,
+                       "--seconds", "330", "--memory-gib", "2",
+                       "--tiny", "{work}/tiny"), 120, 370, 29, gpus=2, env=NCCL,
+    needs=("library", "tiny"), after=WARM, exclusive=False, gib=36,
 )  # fmt: skip
 SERVED = (
     TEXT_TWO,

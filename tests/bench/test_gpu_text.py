@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from e2e import child, gpu_text
-from e2e.gpu_text import BASE, CASES, GROUPS, REFERENCE, Case
+from e2e.gpu_text import BASES, CASES, GROUPS, REFERENCE, Case
 
 INPUTS = ("nano", "tr3", "tiny")
 KNOWN = json.loads(REFERENCE.read_text())["models"]
@@ -40,15 +40,16 @@ def found(case: Case, **changed: Any) -> dict[str, Any]:
         "vllm:prefix_cache_hits": 4096,
     }
     result = {"comparison": comparison, "counters": counters, "device": "a GPU"}
-    result |= {"lines": [{"tokens": [1]}]} if case == BASE else {}
+    result |= {"lines": [{"tokens": [1]}]} if case in BASES else {}
     return result | changed
 
 
 def test_what_is_asked_for_is_there() -> None:
     ones = {"nano-none", "nano-mtp", "nano-dflash", "nano-none-eager", "nano-none-cached"}
     assert ones | {"tiny-none", "tiny-mtp", "tiny-dflash"} < set(GROUPS["one"])
-    twos = ("nano-none", "nano-none-tp2", "nano-mtp-tp2", "nano-dflash-tp2")
-    assert GROUPS["two"] == twos
+    rows = ("none", "mtp", "dflash")
+    twos = [f"{model}-{row}-tp2" for model in ("nano", "tiny") for row in rows]
+    assert GROUPS["two"] == ("nano-none", "tiny-none", *twos)
     assert all(CASES[name].name == name for names in GROUPS.values() for name in names)
 
 
@@ -127,11 +128,12 @@ def test_all_of_one_gpu_is_compared_with_the_committed_lines(
         job["reference"] == KNOWN[CASES[name].model]["lines"] for name, job in jobs.items()
     )
     twice = {name for name, job in jobs.items() if job["keep"]}
-    assert twice == {BASE.name, "nano-none-cached", "tiny-none-cached"}
+    assert twice == {"nano-none", "tiny-none", "nano-none-cached", "tiny-none-cached"}
     record = json.loads(options.out.read_text())
     assert len(record["passed"]) == len(GROUPS["one"]) and all(record["passed"].values())
 
 
+@pytest.mark.usefixtures("tiny")
 def test_two_ranks_are_compared_with_one_of_the_same_gpu(
     options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,16 +141,18 @@ def test_two_ranks_are_compared_with_one_of_the_same_gpu(
     assert made.all([CASES[name] for name in GROUPS["two"]]) == 0
     assert jobs["nano-mtp-tp2"]["reference"] == [{"tokens": [1]}]
     rows = json.loads(options.out.read_text())["cases"]
-    assert rows["nano-mtp-tp2"]["against"] == BASE.name
+    assert rows["nano-mtp-tp2"]["against"] == "nano on one rank"
 
 
+@pytest.mark.usefixtures("tiny")
 def test_what_fails_is_named_and_ranks_without_lines_are_missing(
     options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     made, _ = visit(options, monkeypatch, nano_none="exit status 1: out of memory")
     assert made.all([CASES[name] for name in GROUPS["two"]]) == 1
     rows = json.loads(options.out.read_text())["cases"]
-    assert all("error" in row for row in rows.values()) and len(rows) == 4
+    wrong = {name for name, row in rows.items() if "error" in row}
+    assert len(rows) == 8 and wrong == {name for name in rows if name.startswith("nano")}
     assert "nano-none: MISSING, exit status 1: out of memory" in capsys.readouterr().out
 
 
@@ -157,8 +161,8 @@ def test_lines_of_other_weights_are_refused(
 ) -> None:
     made, _ = visit(options, monkeypatch)
     monkeypatch.setattr(gpu_text, "digest", lambda *_: "another")
-    assert made.all([BASE]) == 1
-    assert "lines of another nano" in made.rows[BASE.name]["error"]
+    assert made.all([CASES["nano-none"]]) == 1
+    assert "lines of another nano" in made.rows["nano-none"]["error"]
 
 
 def test_nothing_starts_behind_the_seconds(options: argparse.Namespace) -> None:

