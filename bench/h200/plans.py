@@ -15,14 +15,17 @@ from h200.job import Job
 ONE = (
     "library", "site", "caches", "flashinfer", "tiny", "folders", "warm", "peer.package",
     "every-lane", "peer.kernels", "gpu-tests", "memcheck", "racecheck.every-lane", "edits",
-    "recode.projections", "text.one", "text.two", "peer.engine8", "drafting.pack", "full.verify7",
+    "drafting.pack", "text.one", "text.two", "recode.nano", "full.verify7", "drafting.time",
+    "peer.engine8",
 )  # fmt: skip
 TWO = (
-    "pair.served", "pair.step", "pair.verify7", "pair.nccl", "full.window", "drafting.time",
-    "recode.nano",
+    "pair.served", "pair.step", "pair.verify7", "pair.nccl", "full.window", "recode.projections",
 )  # fmt: skip
 THREE = ("drafting.methods", "recode.step", "kv.text", "peer.engine45")
-MORE = ("full.step", "kv", "full.steer", "verify.3", "verify.5", "verify.8")
+MORE = (
+    "full.step", "full.fused", "full.together-fused", "kv", "full.steer", "verify.3", "verify.5",
+    "verify.8",
+)  # fmt: skip
 PLANS: Mapping[str, tuple[str, ...]] = {"one": ONE, "two": TWO, "three": THREE, "more": MORE}
 
 
