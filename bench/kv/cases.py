@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from glm_exl3.attention import pools, rows, sparse_mla, tiles
+from glm_exl3.attention import hopper, pools, rows, sparse_mla, tiles
 from glm_exl3.format.kv import BF16, LAYOUTS, RowLayout
 
 ARCHITECTURES = (80, 86, 89, 90, 120, 121)
@@ -34,11 +34,7 @@ def _types(pointers: dict[str, str], integers: str, floats: str = "") -> dict[st
     return types | dict.fromkeys(floats.split(), "fp32")
 
 
-def attend(architecture: int, heads: int, layout: RowLayout, tokens: int) -> Case:
-    """The attention kernel with the tile and the splits that a launch would take."""
-    tile = tiles.tile_for(architecture, heads, layout, tokens)
-    splits = tiles.splits_for(tokens, heads, tile, PROCESSORS[architecture])
-    width = tiles.split_columns(COLUMNS, splits, tile.keys)
+def _attend_types(layout: RowLayout, *more: str) -> dict[str, str]:
     cache = "bf16" if layout is BF16 else "u8"
     pointers = {"q": "bf16", "cache": cache, "table": "i32", "request": "i32", "indices": "i32"}
     pointers |= {"out": "bf16", "partial": "fp32", "lse": "fp32"}
@@ -46,6 +42,16 @@ def attend(architecture: int, heads: int, layout: RowLayout, tokens: int) -> Cas
         "heads columns table_width block_tokens q_stride block_stride row_stride table_stride "
         "index_stride splits"
     )
+    return _types(pointers, " ".join((integers, *more)), "scale_log2")
+
+
+def attend(architecture: int, heads: int, layout: RowLayout, tokens: int) -> Case:
+    """The attention kernel with the tile and the splits that a launch would take."""
+    tile = tiles.tile_for(architecture, heads, layout, tokens)
+    splits = tiles.splits_for(tokens, heads, tile, PROCESSORS[architecture])
+    width = tiles.split_columns(COLUMNS, splits, tile.keys)
+    if tile.kernel != "triton":
+        return on_hopper(layout, tile.kernel, whole=width >= COLUMNS)
     constants = {
         "SPLIT": width,
         "SCAN": 1 << (width - 1).bit_length(),
@@ -58,9 +64,21 @@ def attend(architecture: int, heads: int, layout: RowLayout, tokens: int) -> Cas
     }
     shape = "whole" if width >= COLUMNS else f"{-(-COLUMNS // width)} splits"
     name = f"attend {layout.name} {heads} heads {shape}"
-    kernel = sparse_mla.attend_kernel
-    types = _types(pointers, integers, "scale_log2")
+    kernel, types = sparse_mla.attend_kernel, _attend_types(layout)
     return Case(name, architecture, kernel, types, constants, tile.warps)
+
+
+def on_hopper(layout: RowLayout, kernel: str, *, whole: bool) -> Case:
+    """SM90's own kernel for 64 heads."""
+    constants = {
+        "SCAN": 1 << (COLUMNS - 1).bit_length(),
+        "LAYOUT": layout.name,
+        "WHOLE": whole,
+        "DIRECT": kernel == "hopper-registers",
+    }
+    name = f"{kernel} {layout.name} 64 heads {'whole' if whole else 'splits'}"
+    types = _attend_types(layout, "width")
+    return Case(name, 90, hopper.attend_kernel, types, constants, hopper.WARPS)
 
 
 def merge(architecture: int) -> Case:
@@ -148,18 +166,19 @@ def all_cases() -> list[Case]:
     unique: dict[tuple[object, ...], Case] = {}
     for case in cases:
         constants = tuple(sorted(case.constants.items()))
-        kernel = case.kernel.__name__
+        kernel = f"{case.kernel.__module__}.{case.kernel.__name__}"
         unique.setdefault((kernel, case.architecture, constants, case.warps), case)
     return list(unique.values())
 
 
 def sample() -> list[Case]:
     """One attention kernel per architecture, each layout on an old and on a new one; the small
-    kernels on the oldest architecture.
+    kernels on the oldest architecture; SM90's own once.
     """
     layouts = list(LAYOUTS.values())
     cases = [
         attend(architecture, 16, layouts[place % 3], 1 if place % 2 else 4096)
         for place, architecture in enumerate(ARCHITECTURES)
     ]
+    cases += [on_hopper(layouts[1], "hopper", whole=True)]
     return [*cases, merge(80), write(80, layouts[1]), *indexer(80)]

@@ -22,6 +22,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from glm_exl3.attention.tiles import shared_bytes
 from kv.cases import Case, all_cases, sample
@@ -55,7 +56,8 @@ def source(case: Case) -> ASTSource:
         for place, name in enumerate(names)
         if name in case.signature and name not in loose and case.signature[name] != "fp32"
     }
-    return ASTSource(fn=case.kernel, signature=types, constexprs=constants, attrs=attributes)
+    kind = GluonASTSource if case.kernel.is_gluon() else ASTSource
+    return kind(fn=case.kernel, signature=types, constexprs=constants, attrs=attributes)
 
 
 def usage(cubin: bytes) -> tuple[int, int]:

@@ -6,15 +6,16 @@ Decode: 1, 4 and 16 requests of 8k to 512k tokens, one and eight tokens each (ve
 Prefill: a chunk of 2,048 tokens at the end of 8k to 128k. Every figure is the median of calls in a
 CUDA graph, each over another layer's cache so that rows come from memory. vLLM's side holds what
 its back ends do per layer: the conversion of indices and FlashAttention 3's or FlashInfer's kernel.
-Both outputs are compared. `--tiles` tries other tiles for the first decode and prefill case. Rows
-of 64 heads (one rank) come first; behind `--seconds` nothing new starts. The result is written
-after every row; the last line and the exit status say whether every row is within its limit.
+Both outputs are compared. Rows of 64 heads (one rank) come first; behind `--seconds` nothing new
+starts. `--tiles` then runs `kv.variants` in what is left of them. The result is written after every
+row; the last line and the exit status say whether every row is within its limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +37,6 @@ BLOCK, WIDTH, BUDGET, SCALE = 64, 2176, 2048, 256**-0.5
 LAYERS, PASSES = 4, 3
 DECODE_LIMIT, PREFILL_LIMIT = 1.5, 2.0
 MOST_TOKENS = 8192 << 10  # 34 GB of bf16 rows in four layers
-ALTERNATIVES = ((16, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 2), (64, 32, 8, 2), (64, 64, 8, 2))
 
 
 @dataclass(frozen=True)
@@ -271,26 +271,6 @@ def indexer_row(requests: int, each: int, context: int) -> dict[str, Any]:
     return {**names, "us": us, "bound_us": bound.us, "bound": bound.cause}
 
 
-def tile_cases() -> Iterator[tuple[Shape, RowLayout, tuple[int, ...]]]:
-    """Other tiles for one token, for eight and for a prefill."""
-    for shape in (
-        Shape("decode", 1, 1, 1 << 17, 64),
-        Shape("decode", 1, 8, 1 << 17, 64),
-        Shape("prefill", 1, 2048, 1 << 17, 64),
-    ):
-        for layout in LAYOUTS.values():
-            yield from ((shape, layout, numbers) for numbers in ALTERNATIVES)
-
-
-def tile_row(shape: Shape, layout: RowLayout, numbers: tuple[int, ...]) -> dict[str, Any]:
-    heads, keys, warps, stages = numbers
-    tile = tiles.Tile(heads, keys, warps, stages, device()[0] >= tiles.NATIVE_E4M3)
-    row = {"op": "tile", **asdict(shape), "layout": layout.name, "tile": numbers}
-    scene = Scene(shape, layout)
-    row["us"] = graph_us(partial(scene.ours, tile=tile), scene.caches * PASSES)
-    return row
-
-
 def line(row: dict[str, Any]) -> str:
     return " ".join(
         f"{name}={value:.2f}" if isinstance(value, float) else f"{name}={value}"
@@ -298,15 +278,13 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def rows(quick: bool, others: bool) -> Iterator[Callable[[], dict[str, Any]]]:
+def rows(quick: bool) -> Iterator[Callable[[], dict[str, Any]]]:
     """What is measured, the most wanted first."""
     asked = list(shapes(quick))
     first, later = ([s for s in asked if (s.heads == 64) == wanted] for wanted in (True, False))  # noqa: PLR2004
     yield from (partial(attention_row, shape) for shape in first)
     for requests, each, context in ((1, 1, 1 << 17), (16, 8, 1 << 17), (1, 2048, 1 << 17)):
         yield partial(indexer_row, requests, each, context)
-    if others:
-        yield from (partial(tile_row, *one) for one in tile_cases())
     yield from (partial(attention_row, shape) for shape in later)
 
 
@@ -333,11 +311,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time the latent cache's kernels on a GPU.")
     parser.add_argument("result", type=Path)
     parser.add_argument("--quick", action="store_true", help="64 heads, 8k and 128k only")
-    parser.add_argument("--tiles", action="store_true", help="other tiles as well")
+    parser.add_argument("--tiles", action="store_true", help="kv.variants as well")
     parser.add_argument("--seconds", type=float, default=240, help="start no row after these")
     given = parser.parse_args()
     began, found = time.monotonic(), []
-    planned = list(rows(given.quick, given.tiles))
+    planned = list(rows(given.quick))
     record: dict[str, Any] = {
         "machine": torch.cuda.get_device_name(0),
         "date": time.strftime("%Y-%m-%d"),
@@ -356,6 +334,12 @@ def main() -> int:
         given.result.write_text(json.dumps(record, indent=1))
         print(line(found[-1]), flush=True)
     print("kv.measure:", record["verdict"])
+    left = given.seconds - (time.monotonic() - began)
+    if given.tiles and left > 0:
+        variants = str(given.result.with_suffix(".variants.json"))
+        subprocess.run(
+            [sys.executable, "-m", "kv.variants", "--seconds", f"{left:.0f}", variants], check=False
+        )
     return int(not record["verdict"]["passed"])
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913, PLR0917 - Triton code is untyped
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -76,8 +77,8 @@ def _locate(indices, table, columns, stop, places):
     """Offsets of the rows in the cache and which of them exist."""
     block_tokens, table_width, block_stride, row_stride = places
     token = tl.load(indices + columns, mask=columns < stop, other=-1)
+    valid = (token >= 0) & (token < table_width * block_tokens)
     page_index = tl.maximum(token, 0) // block_tokens
-    valid = (token >= 0) & (page_index < table_width)
     page = tl.load(table + page_index, mask=valid, other=0).to(tl.int64)
     within = tl.maximum(token, 0) - page_index * block_tokens
     return page * block_stride + within * row_stride, valid
@@ -254,27 +255,48 @@ def attend(
         shapes = workspace_shapes(tokens, heads, splits)
         partial, lse = allocate(*((shape, torch.float32) for shape in shapes))
     rows, table = paged.rows, paged.table
-    head_blocks = triton.cdiv(heads, tile.heads)
     strides = (q.stride(0), rows.stride(0), rows.stride(1), table.stride(0), indices.stride(0))
-    attend_kernel[(head_blocks * splits * tokens,)](
+    arguments = (
         *(q, rows, table, request, indices, out, partial, lse),
         *(heads, columns, table.shape[1], rows.shape[1], *strides, scale * LOG2_E, splits),
-        SPLIT=width,
-        SCAN=triton.next_power_of_2(width),
-        BH=tile.heads,
-        BK=tile.keys,
-        LAYOUT=kernel_layout(paged.layout, tile),
-        WHOLE=whole,
-        STAGES=tile.stages,
-        WIDE=INTERPRETED,
-        num_warps=tile.warps,
     )
+    if tile.kernel == "triton":
+        attend_kernel[(triton.cdiv(heads, tile.heads) * splits * tokens,)](
+            *arguments,
+            SPLIT=width,
+            SCAN=triton.next_power_of_2(width),
+            WHOLE=whole,
+            BH=tile.heads,
+            BK=tile.keys,
+            LAYOUT=kernel_layout(paged.layout, tile),
+            STAGES=tile.stages,
+            WIDE=INTERPRETED,
+            num_warps=tile.warps,
+        )
+    else:
+        _attend_on_hopper((*arguments, width), splits * tokens, columns, paged.layout, tile)
     if not whole:
         size = max(2, triton.next_power_of_2(splits))
         merge_kernel[(4 * heads * tokens,)](
             partial, lse, out, heads, splits, SPLITS=size, WIDE=INTERPRETED
         )
     return out
+
+
+def _attend_on_hopper(
+    arguments: tuple[Any, ...], programs: int, columns: int, layout: RowLayout, tile: Tile
+) -> None:
+    """Launch the kernel of `glm_exl3.attention.hopper`, which only SM90 can compile."""
+    from glm_exl3.attention import hopper
+
+    hopper.attend_kernel[(programs,)](
+        *arguments,
+        SCAN=triton.next_power_of_2(columns),
+        LAYOUT=layout.name,
+        WHOLE=arguments[-2] == 1,
+        DIRECT=tile.kernel == "hopper-registers",
+        num_warps=hopper.WARPS,
+    )
 
 
 def kernel_layout(layout: RowLayout, tile: Tile) -> str:

@@ -1,6 +1,6 @@
 """Tile sizes of the sparse attention kernel per architecture, and how many splits fill a GPU.
 
-Those of 64 heads on SM90 are measured (`kv.measure --tiles`; docs/kv-cache.md, "Back end"); all
+Those of 64 heads on SM90 are measured (`kv.variants`; docs/kv-cache.md, "Back end"); all
 others are chosen without a GPU, from shared memory, registers and spills of the compiled kernels
 (bench/kv/results/compiled.md).
 """
@@ -8,6 +8,7 @@ others are chosen without a GPU, from shared memory, registers and spills of the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from glm_exl3.format.kv import BF16, RowLayout
 
@@ -19,13 +20,18 @@ NATIVE_E4M3 = 89
 
 @dataclass(frozen=True)
 class Tile:
-    """One program: `heads` x `keys`, in `warps` warps, with loads `stages` deep."""
+    """One program: `heads` x `keys`, in `warps` warps, with loads `stages` deep.
+
+    `kernel`: the one in plain Triton, or that of `glm_exl3.attention.hopper` with the weights as an
+    operand in shared memory or in registers.
+    """
 
     heads: int
     keys: int
     warps: int
     stages: int
     native_e4m3: bool
+    kernel: Literal["triton", "hopper", "hopper-registers"] = "triton"
 
 
 FEW, ANY = 8, 1 << 62
