@@ -1,0 +1,70 @@
+"""What a run over the variants of the attention kernel plans and prints, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from glm_exl3.attention import tiles
+from glm_exl3.format.kv import BF16, FP8, LATENT
+from kv import variants
+from kv.measure import BLOCK, SCALE, Shape
+
+
+def test_every_call_has_the_launched_tile_first_and_both_kernels_of_sm90() -> None:
+    calls = list(variants.trials())
+    tokens = sorted(c[0].shape.tokens for c in calls if c[0].layout is BF16)
+    assert tokens == [1, 4, 8, 16, 32, 64, 128, 512, 2048]
+    for call in calls:
+        shape, layout = call[0].shape, call[0].layout
+        assert call[0].tile == tiles.tile_for(90, variants.HEADS, layout, shape.tokens)
+        assert {"hopper", "hopper-registers"} <= {trial.tile.kernel for trial in call}
+        assert len({trial.tile for trial in call}) == len(call)
+
+
+def test_a_kernel_is_compiled_once() -> None:
+    every = [trial for call in variants.trials() for trial in call]
+    own = {variants.built(t) for t in every if t.tile.kernel != "triton"}
+    assert len(own) == 3 * 2 * 2  # layouts, with and without splits, two kernels
+    assert len({variants.built(t) for t in every}) < len(every)
+
+
+class Held:
+    """The parts of a scene that the reference reads: two blocks in swapped order."""
+
+    def __init__(self) -> None:
+        random = torch.Generator().manual_seed(0)
+        self.shape, self.layout = Shape("decode", 1, 2, 2 * BLOCK, 3), BF16
+        latents = torch.randn(2, BLOCK, LATENT, generator=random)
+        self.caches = [latents.bfloat16()]
+        self.table = torch.tensor([[1, 0]])
+        self.request = torch.zeros(2, dtype=torch.int32)
+        self.indices = torch.tensor([[3, -1, BLOCK + 5], [-1, -1, -1]], dtype=torch.int32)
+        self.q = torch.randn(2, 3, LATENT, generator=random).bfloat16()
+
+
+def test_the_reference_reads_the_named_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    linspace = torch.linspace
+    monkeypatch.setattr(torch, "linspace", lambda *a, device: linspace(*a))
+    scene: Any = Held()
+    some, exact = variants.reference(scene)
+    assert some.tolist() == [0, 1]
+    values = torch.stack([scene.caches[0][1, 3], scene.caches[0][0, 5]]).double()
+    weights = torch.softmax(scene.q[0].double() @ values.T * SCALE, -1)
+    assert torch.equal(exact[0], weights @ values)
+    assert not exact[1].any()
+
+
+def test_the_table_marks_what_is_wrong() -> None:
+    base = {"op": "variant", "layout": FP8.name, "requests": 16, "each": 8}
+    found = [
+        {**base, "name": "now", "us": 762.04, "wrong": False},
+        {**base, "name": "hopper", "us": 1.0, "wrong": True},
+        {**base, "name": "hopper-registers", "error": "no"},
+        {"op": "edges", "layout": FP8.name, "name": "hopper", "wrong": False},
+    ]
+    head, _, row = variants.table(found).splitlines()
+    assert head == "| call | now | hopper | hopper-registers |"
+    assert row == "| fp8 16x8 | 762.0 | 1.0! | error |"
