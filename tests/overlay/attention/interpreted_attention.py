@@ -13,21 +13,28 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from gluon_player import Played
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from interpreted_base import main
 
-from glm_exl3.attention import rows, sparse_mla
+from glm_exl3.attention import hopper, rows, sparse_mla
 from glm_exl3.attention.tiles import Tile
 from glm_exl3.format.kv import BF16, FP8, INT8, LATENT, LAYOUTS, RowLayout
 from glm_exl3.ref import kv_rows
 from glm_exl3.ref.attention import sparse_mqa
 
+hopper.attend_kernel = Played()
 SCALE = 256**-0.5
 BLOCK = 16
+TILES = (
+    Tile(16, 16, 4, 2, native_e4m3=False),
+    Tile(64, 64, 8, 2, native_e4m3=True, kernel="hopper"),
+    Tile(64, 64, 8, 2, native_e4m3=True, kernel="hopper-registers"),
+)
 LIMITS = {BF16: 4e-3, FP8: 3e-2, INT8: 1.5e-2}
 QUICK = settings(
-    max_examples=int(os.environ.get("EXAMPLES", "2")),
+    max_examples=int(os.environ.get("EXAMPLES", "4")),
     deadline=None,
     derandomize=False,
     database=None,
@@ -83,6 +90,7 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @given(
+    st.sampled_from(TILES),
     st.sampled_from(list(LAYOUTS.values())),
     st.integers(0, 1 << 30),
     st.integers(1, 4),
@@ -92,15 +100,14 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     st.booleans(),
 )
 @QUICK
-def attention_is_exact(layout, seed, tokens, heads, context, splits, empty) -> None:
-    columns = 80
+def attention_is_exact(tile, layout, seed, tokens, heads, context, splits, empty) -> None:
+    columns = 80 if tile.kernel == "triton" else 300
     random, latents, stored, cache, table, request, indices = scene(
         seed, layout, tokens, context, columns, empty
     )
     if tokens > 1:
         indices[1, 7] = 10 * context
     q = (torch.randn(tokens, heads, LATENT, generator=random) * 0.35).bfloat16()
-    tile = Tile(16, 16, 4, 2, native_e4m3=False)
     workspace: list[torch.Tensor] = []
 
     def allocate(*specs: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
