@@ -35,7 +35,7 @@ from typing import Any
 from e2e import plugged
 
 Figures = dict[str, Any]
-MEMORY_GIB = "20"
+MEMORY_GIB = "12"
 PACKED = ("pack_s", "pack_gib")
 TEXTS = ("dflash", "mtp", "dflash-packed", "hybrid-adaptive", "hybrid-eager", "adaptive")
 GROUPS: dict[str, tuple[str, ...]] = {"methods": ("plain", *TEXTS), "sampled": ()}
@@ -72,8 +72,8 @@ def compared(name: str) -> Callable[[Figures], Figures]:
     return pick
 
 
-def stages(work: Path) -> tuple[Stage, ...]:
-    """What to run; each command gets its result's path appended."""
+def stages(work: Path, packed: Path) -> tuple[Stage, ...]:
+    """What to run; each command gets its result's path appended. `packed`: a drafter to time."""
     plain = ("--plain", str(work / "plain-answers.json"), "--memory-gib", MEMORY_GIB)
     draws = ("--draws", "1000", "--contexts", "24")
 
@@ -99,7 +99,7 @@ def stages(work: Path) -> tuple[Stage, ...]:
               lambda f: {"planted_caught": not f["equal"]}, 70),
         methods("adaptive", drawn=False, seconds=80),
         Stage("pack", ("e2e.draft_pack", str(work)), lambda f: {k: f[k] for k in PACKED}, 90, True),
-        Stage("time", ("e2e.draft_time", str(work / "packed")),
+        Stage("time", ("e2e.draft_time", str(packed), "--profile"),
               lambda f: {"draft_ms": f["draft_ms"]}, 110, True),
         Stage("lookup", ("e2e.lookup_time",), lambda f: {
             f"lookup_us.{row['rows']}": row["us"] for row in f if row["texts_in"] == "host"
@@ -195,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("work", type=Path)
     parser.add_argument("--expected", type=Path, required=True)
     parser.add_argument("--only", type=lambda text: text.split(","), default=[])
+    parser.add_argument("--packed", type=Path, help="drafter that `time` takes; what `pack` made")
     parser.add_argument("--budget-s", type=float, default=540.0)
     parser.add_argument("--at-once", type=int, default=4, help="engines that share the GPU")
     options = parser.parse_args(arguments)
@@ -205,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.work = options.work.resolve()
     options.work.mkdir(parents=True, exist_ok=True)
     names = {name for one in options.only for name in GROUPS.get(one, (one,))}
-    every = stages(options.work)
+    every = stages(options.work, options.packed or options.work / "packed")
     unknown = names - {one.name for one in every}
     if unknown:
         parser.error(f"no stage {', '.join(sorted(unknown))}")

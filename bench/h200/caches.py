@@ -33,7 +33,7 @@ PEER_MODULE, PEER_KERNELS = "exllamav3_ext", "exl3_peer.so"
 LEFT_OUT = (".lock", ".log", ".tmp", ".pyc")
 LIMIT_BYTES = 15 * 2**20
 RAW_LIMIT_BYTES = 400 * 2**20
-STAMP = "jit.stamp"
+ARCHIVE, STAMP = "jit.tar.xz", "jit.stamp"
 Entry = tuple[str, Path]
 
 
@@ -104,7 +104,7 @@ def pack(out: Path, work: Path, env: Mapping[str, str]) -> None:
     kept = entries(env)
     now, before = stamp(kept), work / STAMP
     fresh = kept and (not before.is_file() or before.read_text() != now)
-    if fresh and write(out / "jit.tar.xz", kept):
+    if fresh and write(out / ARCHIVE, kept):
         before.write_text(now)
     for name, entry in peer_files(work, env).items():
         if not (work / f"{name}.packed").exists() and write(out / f"{name}.tar.xz", [entry]):
@@ -122,7 +122,7 @@ def unpack(archive: Path, target: Path) -> bool:
 
 def restore(files: Path, work: Path, env: Mapping[str, str]) -> int:
     """Put what FILES/jit.tar.xz holds into the folders; the number of files there then."""
-    archive = files / "jit.tar.xz"
+    archive = files / ARCHIVE
     if archive.is_file():
         with tarfile.open(archive) as tar:
             for member in tar.getmembers():

@@ -15,16 +15,16 @@ from h200.job import Job
 ONE = (
     "library", "site", "caches", "flashinfer", "tiny", "folders", "warm", "peer.package",
     "every-lane", "peer.kernels", "gpu-tests", "memcheck", "racecheck.every-lane", "edits",
-    "drafting.pack", "text.one", "text.two", "recode.nano", "full.verify7", "drafting.time",
+    "drafting.pack", "text.one", "text.two", "recode.nano",
+)  # fmt: skip
+TWO = ("kv.text", "drafting.methods", "recode.step", "drafting.time", "kv")
+THREE = (
+    "gpu-tests.two", "pair.served", "pair.step", "pair.verify7", "pair.nccl", "recode.projections",
     "peer.engine8",
 )  # fmt: skip
-TWO = (
-    "pair.served", "pair.step", "pair.verify7", "pair.nccl", "full.window", "recode.projections",
-)  # fmt: skip
-THREE = ("drafting.methods", "recode.step", "kv.text", "peer.engine45")
 MORE = (
-    "full.step", "full.fused", "full.together-fused", "kv", "full.steer", "verify.3", "verify.5",
-    "verify.8",
+    "full.verify7", "peer.engine45", "full.step", "full.window", "full.fused",
+    "full.together-fused", "full.steer", "verify.3", "verify.5", "verify.8",
 )  # fmt: skip
 PLANS: Mapping[str, tuple[str, ...]] = {"one": ONE, "two": TWO, "three": THREE, "more": MORE}
 

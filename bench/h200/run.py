@@ -74,6 +74,12 @@ def names_in(path: Path) -> frozenset[str]:
     return frozenset(path.read_text().split()) if path.exists() else frozenset()
 
 
+def tried(options: argparse.Namespace) -> frozenset[str]:
+    """Jobs that need not be followed: what ended before, and warming where caches were carried."""
+    warm = (options.files / caches.ARCHIVE).is_file()
+    return names_in(options.work / "tried") | (frozenset({"warm"}) if warm else frozenset())
+
+
 def keep(name: str, process: Any, seconds: float, work: Path) -> None:
     """Say how a job ended, and note it."""
     print(f"{name:22} rc {process.returncode:4} {seconds:6.0f} s", flush=True)
@@ -159,7 +165,7 @@ def show_plans(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     """When everything would start, call after call."""
     done, budget = set[str](), options.budget_s - PACKING_S
     for name in options.plan or [""]:
-        chosen = plans.planned([name], JOBS) if name else jobs
+        chosen = plans.planned([name], JOBS, tried(options) | done) if name else jobs
         chosen = [job for job in chosen if job.name not in done or job.vital]
         starts = plan(chosen, options.gpus, budget, done)
         length = {job.name: job.expect_s for job in chosen}
@@ -204,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no {', '.join(sorted(unknown))}; --list names jobs, h200.plans plans")
     chosen = [job for job in JOBS if not options.only or job.name in options.only]
     if options.plan:
-        chosen = plans.planned(options.plan, JOBS, names_in(options.work / "tried"))
+        chosen = plans.planned(options.plan, JOBS, tried(options))
     if options.list:
         listed(chosen, options.json)
         return 0

@@ -112,7 +112,7 @@ def test_figures_are_merged_and_kept() -> None:
 
 def test_each_stage_of_the_driver_reads_its_own_result(tmp_path: Path) -> None:
     found: dict[str, object] = {}
-    for stage in drafting.stages(tmp_path):
+    for stage in drafting.stages(tmp_path, tmp_path / "packed"):
         others = {
             "pack": {"pack_s": 1.0, "pack_gib": 0.9, "met": True}, "time": {"draft_ms": 0.5},
             "planted": {"equal": False}, "soak": {"changing-hybrid": {"ok": True, "steps": 9}},
@@ -127,7 +127,7 @@ def test_each_stage_of_the_driver_reads_its_own_result(tmp_path: Path) -> None:
 def test_every_command_of_the_driver_is_one_that_its_program_takes(tmp_path: Path) -> None:
     """The programs themselves parse what the driver would run, and say so by their help."""
     parsers = {"e2e.methods": methods.parse, "e2e.sampled": sampled.parse}
-    for stage in drafting.stages(tmp_path):
+    for stage in drafting.stages(tmp_path, tmp_path / "packed"):
         if stage.command[0] in parsers:
             made = parsers[stage.command[0]]([*stage.command[1:], "--out", "x"])
             assert made.memory_gib > 0 and made.plain.parent == tmp_path
@@ -149,7 +149,7 @@ def test_a_stage_that_fails_or_finds_no_time_is_named(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     good = drafting.Stage("plain", fake(tmp_path, 0.0), lambda f: {"x": f["x"]}, 1)
     late = drafting.Stage("late", good.command, lambda f: {"late": 1}, 10_000, alone=True)
-    monkeypatch.setattr(drafting, "stages", lambda _: (good, late))
+    monkeypatch.setattr(drafting, "stages", lambda *_: (good, late))
     monkeypatch.setattr(drafting, "unready", str)
     expected = tmp_path / "expected" / "drafting.json"
     arguments = [str(tmp_path), "--expected", str(expected), "--budget-s", "30"]

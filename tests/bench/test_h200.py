@@ -85,7 +85,7 @@ def test_every_stage_of_a_longer_program_takes_its_arguments(
     from e2e import drafting
     from kv import visit
 
-    for stage in drafting.stages(Path("/made-up")):
+    for stage in drafting.stages(Path("/made-up"), Path("/made-up/packed")):
         name, *given = (*stage.command, *stage.flag, "/made-up/result.json")
         with monkeypatch.context() as patch:
             understand(name, given, patch)
