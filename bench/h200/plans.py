@@ -20,7 +20,7 @@ ONE = (
 TWO = ("kv.text", "drafting.methods", "recode.step", "drafting.time", "kv")
 THREE = (
     "gpu-tests.two", "pair.served", "pair.step", "pair.verify7", "pair.nccl", "recode.projections",
-    "peer.engine8",
+    "compare.every-lane", "peer.engine8",
 )  # fmt: skip
 MORE = (
     "full.verify7", "peer.engine45", "full.step", "full.window", "full.fused",

@@ -78,6 +78,8 @@ KERNELS = (
         quick=False, needs=("library",)),
     sanitizer("racecheck.every-lane", "racecheck", 68, "every-lane",
               env={"XDG_CACHE_HOME": "{work}/every-lane"}),
+    timing("compare.every-lane", "kernels.every_lane", "{work}/every-lane", "--compare", EXPECTED,
+           expect=70, at=37, needs=("every-lane",)),
     timing("router", "e2e.router", EXPECTED, expect=25, at=50),
     timing("seam", "e2e.seam", EXPECTED, expect=30, at=51),
     timing("kda", "e2e.kda", EXPECTED, expect=25, at=52),

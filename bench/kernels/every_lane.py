@@ -1,22 +1,33 @@
-"""`python -m kernels.every_lane FOLDER`: the library in which every lane frees a stage itself.
+"""The library in which every lane frees a stage itself, and what that costs.
+
+    python -m kernels.every_lane FOLDER                (compiles; no GPU)
+    python -m kernels.every_lane FOLDER --compare OUT  (one GPU, a minute)
 
 The warpgroup tiles free a stage through one lane of each warp, behind a barrier of the warp.
 Racecheck reports the bulk copy that refills it as a race with the other lanes' reads. This builds
 the same sources with `GLM_EXL3_EVERY_LANE_FREES`, where each lane arrives for its own reads, for a
 second run: no report there means that the first ones were about that barrier and nothing else.
 
-A process with XDG_CACHE_HOME=FOLDER loads this library, as long as none is shipped.
+A process with XDG_CACHE_HOME=FOLDER loads this library, as long as none is shipped. `--compare`
+times the shapes that use these tiles with both libraries in turn, twice each in processes of their
+own, and writes the lower time of each: `{rows: [{op, shape, m, k_bits, codebook, one_us, every_us,
+ratio}]}`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 from glm_exl3.ops import ext
 
 SWITCH = "GLM_EXL3_EVERY_LANE_FREES"
+ROUNDS = 2
 
 
 def place(folder: Path) -> Path:
@@ -35,12 +46,64 @@ def build(folder: Path, jobs: int) -> Path:
     return target
 
 
+def timed() -> list[dict[str, Any]]:
+    """Rows of the kernel table that use these tiles, of the library that this process loads."""
+    from dataclasses import asdict
+
+    from kernels.cases import MCG, MUL1, DenseCase, RoutedCase
+    from kernels.table import dense_rows, routed_rows
+
+    rows = [
+        *routed_rows(RoutedCase(4, MCG, 2048, (256, 1024, 4096, 8192)), 1.0, with_peer=False),
+        *routed_rows(RoutedCase(3, MUL1, 2048, (64, 4096)), 1.0, with_peer=False),
+        *dense_rows(DenseCase(4096, 24576, 4, MCG, (64, 2048, 8192)), 1.0, with_peer=False),
+    ]
+    return [asdict(row) for row in rows]
+
+
+def child(folder: Path | None) -> list[dict[str, Any]]:
+    """`timed` in a process that loads the library of FOLDER, or the usual one."""
+    more = {} if folder is None else {"XDG_CACHE_HOME": str(folder)}
+    command = [sys.executable, "-m", "kernels.every_lane", str(folder), "--child"]
+    done = subprocess.run(command, env={**os.environ, **more}, stdout=subprocess.PIPE, check=True)
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def compare(folder: Path) -> list[dict[str, Any]]:
+    """Both libraries in turn; the lower time of each row."""
+    least: dict[tuple[Any, ...], dict[str, float]] = {}
+    for _ in range(ROUNDS):
+        for name, where in (("one_us", None), ("every_us", folder)):
+            for row in child(where):
+                key = tuple(row[part] for part in ("op", "shape", "m", "k_bits", "codebook"))
+                times = least.setdefault(key, {})
+                times[name] = min(times.get(name, row["ours_us"]), row["ours_us"])
+    names = ("op", "shape", "m", "k_bits", "codebook")
+    return [
+        dict(zip(names, key, strict=True))
+        | times
+        | {"ratio": round(times["every_us"] / times["one_us"], 4)}
+        for key, times in least.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build the library whose every lane frees.")
     parser.add_argument("folder", type=Path, help="its XDG_CACHE_HOME")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--compare", type=Path, metavar="OUT", help="time both libraries")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.child:
+        print(json.dumps(timed()))
+        return
     print(build(given.folder.resolve(), given.jobs))
+    if given.compare is not None:
+        rows = compare(given.folder.resolve())
+        given.compare.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        for row in rows:
+            print(*row.values())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,3 +52,17 @@ def test_the_sources_know_the_switch_and_leave_it_off() -> None:
     text = "".join(path.read_text() for path in sorted(ext.SOURCES.glob("*.cuh")))
     assert f"#ifdef {every_lane.SWITCH}" in text
     assert f"#define {every_lane.SWITCH}" not in text
+
+
+def test_the_lower_time_of_each_library_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = iter([10.0, 30.0, 12.0, 22.0])  # one, every, one, every
+
+    def child(folder: Path | None) -> list[dict[str, Any]]:
+        row = {"op": "moe", "shape": "s", "m": 256, "k_bits": 4, "codebook": "mcg"}
+        return [row | {"ours_us": next(given)}]
+
+    monkeypatch.setattr(every_lane, "child", child)
+    [row] = every_lane.compare(tmp_path)
+    assert (row["one_us"], row["every_us"], row["ratio"]) == (10.0, 22.0, 2.2)
