@@ -97,6 +97,9 @@ SERVE = (
 )  # fmt: skip
 WORKER = ("env", "CUDA_VISIBLE_DEVICES={gpu1}", *SERVE, "--node-rank", "1", "--headless")
 HEAD = ("env", "CUDA_VISIBLE_DEVICES={gpu0}", *SERVE, "--node-rank", "0", "--port", "{port}0")
+LOCAL = {
+    "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+}  # fmt: skip
 TEXT_TWO = Job(
     "text.two", python("e2e.gpu_text", "{work}/text-two", "--out", EXPECTED, "--only", "two",
                        "--seconds", "330", "--memory-gib", "2",
@@ -110,7 +113,7 @@ SERVED = (
         python("e2e.serve", EXPECTED, "--url", "http://127.0.0.1:{port}0/v1", "--requests",
                "1,4,16", "--prefill", "32768", "--limit", "240", "--beside", " ".join(WORKER),
                "--", *HEAD),
-        130, 360, 35, gpus=2, env=NCCL, needs=READY, after=WARM,
+        130, 360, 35, gpus=2, env={**NCCL, **LOCAL}, needs=READY, after=WARM,
     ),
 )  # fmt: skip
 
