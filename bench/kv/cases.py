@@ -160,6 +160,12 @@ def all_cases() -> list[Case]:
         for layout in layouts
     ]
     cases += [attend(90, 64, layout, tiles.FEW) for layout in layouts]
+    cases += [
+        on_hopper(layout, kernel, whole=whole)
+        for layout in layouts
+        for kernel in ("hopper", "hopper-registers")
+        for whole in (True, False)
+    ]
     for architecture in ARCHITECTURES:
         cases += [merge(architecture), *(write(architecture, one) for one in layouts)]
         cases += indexer(architecture)
