@@ -1,7 +1,7 @@
 """With recode, ablit and steering off, the logits are those of the plugin before it had them.
 
-The plugin of `BEFORE`, the last commit without any of the three, is checked out beside this one and
-answers the same prompts. Needs the repository's history.
+The plugin of the last commit without any of the three, the parent of the one that added `FIRST`, is
+checked out beside this one and answers the same prompts. Needs the repository's history.
 """
 
 from __future__ import annotations
@@ -21,20 +21,27 @@ from conftest import HERE, MINIATURE, openings, prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 ROOT = Path(__file__).parents[2]
-BEFORE = "a8faafa"
+FIRST = "overlay/glm_exl3/quant/edits.py"
 OFF = {"GLM_EXL3_DENSE_RECODE": "off", "GLM_EXL3_ABLIT": "off", "GLM_EXL3_STEER_VECTOR": ""}
+
+
+def git(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = ["git", "-C", str(ROOT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The package of the commit before."""
     folder = tmp_path_factory.mktemp("before") / "tree"
-    git = ["git", "-C", str(ROOT), "worktree"]
-    done = subprocess.run([*git, "add", "--detach", folder, BEFORE], capture_output=True, text=True)
+    added = git("log", "--diff-filter=A", "--format=%H", "--", FIRST)
+    if not added.stdout:
+        pytest.skip(f"no history with {FIRST} here: {added.stderr.strip()}")
+    done = git("worktree", "add", "--detach", folder, f"{added.stdout.split()[-1]}^")
     if done.returncode:
-        pytest.skip(f"no history with {BEFORE} here: {done.stderr.strip()}")
+        pytest.skip(f"no history before {FIRST} here: {done.stderr.strip()}")
     yield folder / "overlay"
-    subprocess.run([*git, "remove", "--force", folder], check=True)
+    git("worktree", "remove", "--force", folder).check_returncode()
 
 
 def logits(package: Path, folder: Path, env: dict[str, str]) -> tuple[list[Any], dict[str, Any]]:

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 TEXTS = json.loads((ROOT / "tests" / "bench" / "nano_panel.json").read_text())["texts"]
 TARGET = MINIATURE / "tr3"
+ENCODING_S = 3600
 LIMITS = {"fp8": 0.01, "int8": 0.005, "exl3": 0.005}
 Env = dict[str, str]
 Scored = tuple[list[np.ndarray], dict[str, Any]]
@@ -104,11 +105,13 @@ def test_int8_is_equal_on_two_ranks(run_engine: Any) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(ENCODING_S)
 def test_exl3_is_near_the_checkpoint(scored: Any, exl3: Env) -> None:
     judge(scored, exl3)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(ENCODING_S)
 def test_exl3_is_equal_on_two_ranks(run_engine: Any, exl3: Env) -> None:
     drafter = {
         "method": "dflash",
