@@ -85,6 +85,7 @@ KERNELS = (
     timing("kda", "e2e.kda", EXPECTED, expect=25, at=52),
     timing("lookup", "e2e.lookup_time", EXPECTED, expect=25, at=53),
     timing("kv", "kv.measure", "--quick", "--tiles", EXPECTED, expect=120, at=54),
+    timing("kv.variants", "kv.variants", EXPECTED, "--seconds", "100", expect=110, at=37),
     timing("kv.whole", "kv.measure", EXPECTED, expect=300, at=90, limit=560),
 )  # fmt: skip
 
@@ -121,7 +122,8 @@ DRAFTING = ("e2e.drafting", "{work}/drafting", "--expected", EXPECTED)
 OTHERS = (
     timing("recode.projections", "e2e.recode", "projections", EXPECTED, expect=110, at=55,
            limit=170),
-    timing("recode.step", "e2e.recode", "step", "{work}/recode", EXPECTED, expect=280, at=60,
+    timing("recode.step", "e2e.recode", "step", "{work}/recode", EXPECTED, "--schemes",
+           "off,fp8,exl3", expect=240, at=60,
            limit=560, after=WARM),
     timing("recode.nano", "nano.recode", "{root}/bench/nano/model/tr3", EXPECTED, "--schemes",
            "fp8,fp8-scaled,int8,exl3:6", expect=60, at=65, beside_gib=10),

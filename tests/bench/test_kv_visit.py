@@ -36,7 +36,7 @@ def test_a_verdict_needs_every_row_within_its_limit(
 
 
 def test_one_rank_of_all_contexts_is_measured_first() -> None:
-    cases = [make.args[0] for make in measure.rows(quick=False, others=False)]
+    cases = [make.args[0] for make in measure.rows(quick=False)]
     shapes = [case for case in cases if isinstance(case, measure.Shape)]
     heads = [shape.heads for shape in shapes]
     assert heads == sorted(heads, reverse=True)
