@@ -11,6 +11,7 @@ import pytest
 from conftest import MINIATURE, START_TIMEOUT_S, perform
 
 CI_STEPS, LONG_STEPS = 300, 10_000
+LONG_S = 4 * 3600
 LENGTHS = (2, 4, 7, 11)
 
 
@@ -49,5 +50,6 @@ def test_random_steps_stay_finite_in_range_and_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(LONG_S + 60)
 def test_ten_thousand_random_steps(tmp_path: Path) -> None:
-    judge(soak(tmp_path, LONG_STEPS, 4 * 3600), LONG_STEPS)
+    judge(soak(tmp_path, LONG_STEPS, LONG_S), LONG_STEPS)
