@@ -45,13 +45,15 @@ def _attend_types(layout: RowLayout, *more: str) -> dict[str, str]:
     return _types(pointers, " ".join((integers, *more)), "scale_log2")
 
 
-def attend(architecture: int, heads: int, layout: RowLayout, tokens: int) -> Case:
+def attend(
+    architecture: int, heads: int, layout: RowLayout, tokens: int, *, gluon: bool = True
+) -> Case:
     """The attention kernel with the tile and the splits that a launch would take."""
-    tile = tiles.tile_for(architecture, heads, layout, tokens)
+    tile = tiles.tile_for(architecture, heads, layout, tokens, gluon=gluon)
     splits = tiles.splits_for(tokens, heads, tile, PROCESSORS[architecture])
     width = tiles.split_columns(COLUMNS, splits, tile.keys)
     if tile.kernel != "triton":
-        return on_hopper(layout, tile.kernel, whole=width >= COLUMNS)
+        return on_hopper(layout, whole=width >= COLUMNS)
     constants = {
         "SPLIT": width,
         "SCAN": 1 << (width - 1).bit_length(),
@@ -68,15 +70,14 @@ def attend(architecture: int, heads: int, layout: RowLayout, tokens: int) -> Cas
     return Case(name, architecture, kernel, types, constants, tile.warps)
 
 
-def on_hopper(layout: RowLayout, kernel: str, *, whole: bool) -> Case:
+def on_hopper(layout: RowLayout, *, whole: bool) -> Case:
     """SM90's own kernel for 64 heads."""
     constants = {
         "SCAN": 1 << (COLUMNS - 1).bit_length(),
         "LAYOUT": layout.name,
         "WHOLE": whole,
-        "DIRECT": kernel == "hopper-registers",
     }
-    name = f"{kernel} {layout.name} 64 heads {'whole' if whole else 'splits'}"
+    name = f"hopper {layout.name} 64 heads {'whole' if whole else 'splits'}"
     types = _attend_types(layout, "width")
     return Case(name, 90, hopper.attend_kernel, types, constants, hopper.WARPS)
 
@@ -159,12 +160,11 @@ def all_cases() -> list[Case]:
         for architecture in ARCHITECTURES
         for layout in layouts
     ]
-    cases += [attend(90, 64, layout, tiles.FEW) for layout in layouts]
     cases += [
-        on_hopper(layout, kernel, whole=whole)
+        attend(90, 64, layout, tokens, gluon=gluon)
+        for gluon in (True, False)
+        for tokens in (4096, tiles.FEW, 1)
         for layout in layouts
-        for kernel in ("hopper", "hopper-registers")
-        for whole in (True, False)
     ]
     for architecture in ARCHITECTURES:
         cases += [merge(architecture), *(write(architecture, one) for one in layouts)]
@@ -186,5 +186,5 @@ def sample() -> list[Case]:
         attend(architecture, 16, layouts[place % 3], 1 if place % 2 else 4096)
         for place, architecture in enumerate(ARCHITECTURES)
     ]
-    cases += [on_hopper(layouts[1], "hopper", whole=True)]
+    cases += [on_hopper(layouts[1], whole=True)]
     return [*cases, merge(80), write(80, layouts[1]), *indexer(80)]

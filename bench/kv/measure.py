@@ -122,7 +122,8 @@ class Scene:
     def ours(self, cache: Tensor, tile: tiles.Tile | None = None) -> Tensor:
         shape = self.shape
         architecture, processors = device()
-        chosen = tile or tiles.tile_for(architecture, shape.heads, self.layout, shape.tokens)
+        wide = (architecture, shape.heads, self.layout, shape.tokens)
+        chosen = tile or sparse_mla.launch_tile(*wide)
         splits = tiles.splits_for(shape.tokens, shape.heads, chosen, processors)
         paged = sparse_mla.Paged(cache, self.table, self.layout)
         return sparse_mla.attend(

@@ -1,4 +1,4 @@
-"""Time variants of the attention kernel beside each other on a GPU, and check each of them.
+"""Time SM90's own attention kernel and tiles of the plain one on a GPU, and check each of them.
 
     python -m kv.variants [--seconds 100] RESULT.json
 
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,8 @@ TRITON: dict[str, Tile] = {
     "64x32": Tile(64, 32, 8, 2, native_e4m3=True),
     "64x64": Tile(64, 64, 8, 2, native_e4m3=True),
 }
-HOPPER: dict[str, Tile] = {
-    "hopper": Tile(64, 64, 8, 2, native_e4m3=True, kernel="hopper"),
-    "hopper-registers": Tile(64, 64, 8, 2, native_e4m3=True, kernel="hopper-registers"),
-}
+HOPPER: dict[str, Tile] = {"hopper": tiles.HOPPER}
+VERSIONS = ("torch", "triton")
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,9 @@ def trials() -> Iterator[list[Trial]]:
     for layout in LAYOUTS.values():
         for kind, requests, each in CALLS if layout is BF16 else FEW_CALLS:
             shape = Shape(kind, requests, each, CONTEXT, HEADS)
-            now = tiles.tile_for(90, HEADS, layout, shape.tokens)
-            plain = "64x64" if layout is BF16 else "64x32"
-            names = {"now": now, plain: TRITON[plain], **HOPPER}
+            plain = tiles.tile_for(90, HEADS, layout, shape.tokens, gluon=False)
+            large = "64x64" if layout is BF16 else "64x32"
+            names = {"plain": plain, large: TRITON[large], **HOPPER}
             if shape.tokens == 1:
                 names["16x32"] = TRITON["16x32"]
             if 1 < shape.tokens <= 16:  # noqa: PLR2004 - where the small tile was fastest
@@ -284,6 +283,7 @@ def main() -> int:
     record: dict[str, Any] = {
         "machine": torch.cuda.get_device_name(0),
         "date": time.strftime("%Y-%m-%d"),
+        "versions": {name: version(name) for name in VERSIONS},
         "compile_s": round(time.monotonic() - began, 1),
         "rows": (found := old),
     }

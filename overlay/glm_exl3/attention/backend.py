@@ -29,8 +29,8 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from glm_exl3.attention.cache_types import with_rows
 from glm_exl3.attention.rows import write
-from glm_exl3.attention.sparse_mla import Paged, attend, workspace_shapes
-from glm_exl3.attention.tiles import largest_tile, splits_for, tile_for
+from glm_exl3.attention.sparse_mla import Paged, attend, launch_tile, workspace_shapes
+from glm_exl3.attention.tiles import largest_tile, splits_for
 from glm_exl3.format.errors import GlmExl3Error
 from glm_exl3.format.kv import BF16, FP8, LATENT, VLLM_NAMES, registered_layout
 
@@ -138,7 +138,7 @@ class TritonSparseMlaImpl(SparseMLACommonImpl):
     ) -> tuple[Tensor, None]:
         queries = (q[0] if isinstance(q, tuple) else q).contiguous()
         tokens = queries.shape[0]
-        tile = tile_for(self.architecture, self.num_heads, self.layout, tokens)
+        tile = launch_tile(self.architecture, self.num_heads, self.layout, tokens)
         splits = splits_for(tokens, self.num_heads, tile, self.processors)
         paged = Paged(kv_c_and_k_pe_cache, attn_metadata.block_table, self.layout)
         out = attend(

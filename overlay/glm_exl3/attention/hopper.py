@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 WARPS = 8
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
-OPERAND = gl.constexpr(gl.DotOperandLayout(0, VALUES.value, 2))
 ROWS16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 ROWS8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
 LINE = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
@@ -31,6 +30,8 @@ SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """The name in Triton 3.9, else that in 3.6."""
+NEEDED = (hopper.warpgroup_mma, hopper.warpgroup_mma_wait, hopper.fence_async_shared)
+"""Named here so that a Triton without them fails at import, where `sparse_mla` falls back."""
 
 
 @gluon.jit
@@ -93,16 +94,12 @@ def _softmax(scores, valid, best, sums, scale_log2):
 
 
 @gluon.jit
-def _weigh(acc, alpha, weights, shared, block, DIRECT: gl.constexpr):
+def _weigh(acc, alpha, weights, shared, block):
     """Add a block's values; complete on return."""
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, VALUES))[:, None]
-    if DIRECT:
-        operand = gl.convert_layout(weights.to(gl.bfloat16), OPERAND)
-        acc = hopper.warpgroup_mma(operand, block, acc, is_async=True)
-    else:
-        shared.store(weights.to(gl.bfloat16))
-        hopper.fence_async_shared()
-        acc = hopper.warpgroup_mma(shared, block, acc, is_async=True)
+    shared.store(weights.to(gl.bfloat16))
+    hopper.fence_async_shared()
+    acc = hopper.warpgroup_mma(shared, block, acc, is_async=True)
     return hopper.warpgroup_mma_wait(0, deps=(acc,))
 
 
@@ -162,7 +159,7 @@ def _store_split(partial, lse, heads, acc, best, sums):
 def attend_kernel(
     q, cache, table, request, indices, out, partial, lse, heads, columns, table_width, block_tokens,
     q_stride, block_stride, row_stride, table_stride, index_stride, scale_log2, splits, width,
-    SCAN: gl.constexpr, LAYOUT: gl.constexpr, WHOLE: gl.constexpr, DIRECT: gl.constexpr,
+    SCAN: gl.constexpr, LAYOUT: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """One token, up to 64 heads, one range of `width` index columns; eight warps."""
     FORM: gl.constexpr = ROWS16 if LAYOUT == "bf16" else ROWS8
@@ -210,7 +207,7 @@ def attend_kernel(
         scores = hopper.warpgroup_mma_wait(0, deps=(scores,))
         valid = (named >= 0) & (named < limit)
         best, alpha, weights, sums = _softmax(scores, valid, best, sums, scale_log2)
-        acc = _weigh(acc, alpha, weights, shared, block, DIRECT)
+        acc = _weigh(acc, alpha, weights, shared, block)
 
     async_copy.wait_group(0)
     if WHOLE:

@@ -15,8 +15,11 @@ from __future__ import annotations
 
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913, PLR0917 - Triton code is untyped
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,8 +28,11 @@ import triton.language as tl
 from torch import Tensor
 
 from glm_exl3.attention.numbers import INTERPRETED, dot, e4m3_to_float, int8_to_float, to_bf16
-from glm_exl3.attention.tiles import Tile, split_columns
+from glm_exl3.attention.tiles import Tile, split_columns, tile_for
 from glm_exl3.format.kv import BF16, FP8, LATENT, RowLayout
+from glm_exl3.log import logger
+
+_log = logger(__name__)
 
 PIECE = 128
 LOG2_E = 1.4426950408889634
@@ -274,7 +280,7 @@ def attend(
             num_warps=tile.warps,
         )
     else:
-        _attend_on_hopper((*arguments, width), splits * tokens, columns, paged.layout, tile)
+        _attend_on_hopper((*arguments, width), splits * tokens, columns, paged.layout)
     if not whole:
         size = max(2, triton.next_power_of_2(splits))
         merge_kernel[(4 * heads * tokens,)](
@@ -283,8 +289,30 @@ def attend(
     return out
 
 
+@functools.cache
+def hopper_module() -> ModuleType | None:
+    """`glm_exl3.attention.hopper`, or None where this Triton lacks what it names, logged once."""
+    try:
+        return import_module("glm_exl3.attention.hopper")
+    except (ImportError, AttributeError, TypeError) as error:
+        _log.warning(
+            "Triton %s lacks a part of Gluon (%s: %s), so sparse attention takes the plain kernel, "
+            "at 128k tokens up to 2.9 times as slow; Triton 3.6.0 and 3.9.0 have what it needs",
+            *(triton.__version__, type(error).__name__, error),
+        )
+        return None
+
+
+def launch_tile(architecture: int, heads: int, layout: RowLayout, tokens: int) -> Tile:
+    """The tile of a launch on this machine: `tile_for`, the plain kernel's without Gluon."""
+    tile = tile_for(architecture, heads, layout, tokens)
+    if tile.kernel == "hopper" and hopper_module() is None:
+        return tile_for(architecture, heads, layout, tokens, gluon=False)
+    return tile
+
+
 def _attend_on_hopper(
-    arguments: tuple[Any, ...], programs: int, columns: int, layout: RowLayout, tile: Tile
+    arguments: tuple[Any, ...], programs: int, columns: int, layout: RowLayout
 ) -> None:
     """Launch the kernel of `glm_exl3.attention.hopper`, which only SM90 can compile."""
     from glm_exl3.attention import hopper
@@ -294,7 +322,6 @@ def _attend_on_hopper(
         SCAN=triton.next_power_of_2(columns),
         LAYOUT=layout.name,
         WHOLE=arguments[-2] == 1,
-        DIRECT=tile.kernel == "hopper-registers",
         num_warps=hopper.WARPS,
     )
 

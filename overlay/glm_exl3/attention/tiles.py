@@ -1,8 +1,8 @@
 """Tile sizes of the sparse attention kernel per architecture, and how many splits fill a GPU.
 
-Those of 64 heads on SM90 are measured (`kv.variants`; docs/kv-cache.md, "Back end"); all
-others are chosen without a GPU, from shared memory, registers and spills of the compiled kernels
-(bench/kv/results/compiled.md).
+Those of 64 heads on SM90 are measured (bench/kv/results/variants-h200.json and tiles-h200.json;
+docs/kv-cache.md, "Back end"); all others are chosen without a GPU, from shared memory, registers
+and spills of the compiled kernels (bench/kv/results/compiled.md).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ NATIVE_E4M3 = 89
 class Tile:
     """One program: `heads` x `keys`, in `warps` warps, with loads `stages` deep.
 
-    `kernel`: the one in plain Triton, or that of `glm_exl3.attention.hopper` with the weights as an
-    operand in shared memory or in registers.
+    `kernel`: the one in plain Triton, or that of `glm_exl3.attention.hopper`.
     """
 
     heads: int
@@ -31,13 +30,20 @@ class Tile:
     warps: int
     stages: int
     native_e4m3: bool
-    kernel: Literal["triton", "hopper", "hopper-registers"] = "triton"
+    kernel: Literal["triton", "hopper"] = "triton"
 
 
 FEW, ANY = 8, 1 << 62
-MEASURED = {
+ONE = Tile(16, 32, 4, 2, native_e4m3=True)
+HOPPER = Tile(64, 64, 8, 2, native_e4m3=True, kernel="hopper")
+MEASURED = {True: ((1, ONE), (ANY, HOPPER)), False: ((ANY, HOPPER),)}
+"""By whether rows are bf16: up to how many query tokens of a launch which tile was fastest.
+
+64 heads, 128k tokens of context, NVIDIA H200, 2026-11-30, timed from 1 to 2,048 tokens.
+"""
+PLAIN = {
     True: (
-        (1, Tile(16, 32, 4, 2, native_e4m3=True)),
+        (1, ONE),
         (FEW, Tile(32, 32, 4, 2, native_e4m3=True)),
         (ANY, Tile(64, 64, 8, 2, native_e4m3=True)),
     ),
@@ -46,10 +52,7 @@ MEASURED = {
         (ANY, Tile(64, 32, 8, 2, native_e4m3=True)),
     ),
 }
-"""By whether rows are bf16: up to how many query tokens of a launch which tile was fastest.
-
-64 heads, 128k tokens of context, NVIDIA H200, 2026-11-30, timed at 1, 8 and 2,048 tokens.
-"""
+"""The same among the tiles of the plain kernel, timed at 1, 8 and 2,048 tokens."""
 
 
 def shared_bytes(architecture: int) -> int:
@@ -58,17 +61,26 @@ def shared_bytes(architecture: int) -> int:
     return SHARED_BYTES[max(known)] if known else SHARED_BYTES[86]
 
 
-def tile_for(architecture: int, heads: int, layout: RowLayout, tokens: int) -> Tile:
-    """The tile of a launch with `tokens` query tokens and `heads` heads per rank."""
+def tile_for(
+    architecture: int, heads: int, layout: RowLayout, tokens: int, *, gluon: bool = True
+) -> Tile:
+    """The tile of a launch with `tokens` query tokens and `heads` heads per rank.
+
+    `gluon`: whether `glm_exl3.attention.hopper` can be had.
+    """
     if (architecture, heads) == (90, 64):
-        steps = MEASURED[layout is BF16]
+        steps = (MEASURED if gluon else PLAIN)[layout is BF16]
         return next(tile for most, tile in steps if tokens <= most)
     return _unmeasured(architecture, heads, layout)
 
 
 def largest_tile(architecture: int, heads: int, layout: RowLayout) -> Tile:
     """Of all that launches may take, the one with most heads: it needs the largest workspace."""
-    found = (tile_for(architecture, heads, layout, tokens) for tokens in (1, FEW, ANY))
+    found = (
+        tile_for(architecture, heads, layout, tokens, gluon=gluon)
+        for gluon in (True, False)
+        for tokens in (1, FEW, ANY)
+    )
     return max(found, key=lambda tile: tile.heads)
 
 

@@ -134,11 +134,10 @@ class Machine:
 
     @staticmethod
     def product(
-        a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False
+        a: Shared, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False
     ) -> Tensor:
-        left = a.data if isinstance(a, Shared) else a
-        assert left.dtype is b.data.dtype is torch.bfloat16 and is_async
-        found = left.float() @ b.data.float()
+        assert a.data.dtype is b.data.dtype is torch.bfloat16 and is_async
+        found = a.data.float() @ b.data.float()
         return value(found + acc if use_acc else found)
 
     def copies(self) -> types.SimpleNamespace:

@@ -30,7 +30,6 @@ BLOCK = 16
 TILES = (
     Tile(16, 16, 4, 2, native_e4m3=False),
     Tile(64, 64, 8, 2, native_e4m3=True, kernel="hopper"),
-    Tile(64, 64, 8, 2, native_e4m3=True, kernel="hopper-registers"),
 )
 LIMITS = {BF16: 4e-3, FP8: 3e-2, INT8: 1.5e-2}
 QUICK = settings(

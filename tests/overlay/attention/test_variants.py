@@ -13,21 +13,22 @@ from kv import variants
 from kv.measure import BLOCK, SCALE, Shape
 
 
-def test_every_call_has_the_launched_tile_first_and_both_kernels_of_sm90() -> None:
+def test_every_call_has_the_plain_tile_first_and_sm90_s_own_kernel() -> None:
     calls = list(variants.trials())
     tokens = sorted(c[0].shape.tokens for c in calls if c[0].layout is BF16)
     assert tokens == [1, 4, 8, 16, 32, 64, 128, 512, 2048]
     for call in calls:
         shape, layout = call[0].shape, call[0].layout
-        assert call[0].tile == tiles.tile_for(90, variants.HEADS, layout, shape.tokens)
-        assert {"hopper", "hopper-registers"} <= {trial.tile.kernel for trial in call}
+        asked = (90, variants.HEADS, layout, shape.tokens)
+        assert call[0].tile == tiles.tile_for(*asked, gluon=False)
+        assert {tiles.HOPPER, tiles.tile_for(*asked)} <= {trial.tile for trial in call}
         assert len({trial.tile for trial in call}) == len(call)
 
 
 def test_a_kernel_is_compiled_once() -> None:
     every = [trial for call in variants.trials() for trial in call]
     own = {variants.built(t) for t in every if t.tile.kernel != "triton"}
-    assert len(own) == 3 * 2 * 2  # layouts, with and without splits, two kernels
+    assert len(own) == 3 * 2  # layouts, with and without splits
     assert len({variants.built(t) for t in every}) < len(every)
 
 
@@ -60,11 +61,11 @@ def test_the_reference_reads_the_named_rows(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_table_marks_what_is_wrong() -> None:
     base = {"op": "variant", "layout": FP8.name, "requests": 16, "each": 8}
     found = [
-        {**base, "name": "now", "us": 762.04, "wrong": False},
+        {**base, "name": "plain", "us": 762.04, "wrong": False},
         {**base, "name": "hopper", "us": 1.0, "wrong": True},
-        {**base, "name": "hopper-registers", "error": "no"},
+        {**base, "name": "16x32", "error": "no"},
         {"op": "edges", "layout": FP8.name, "name": "hopper", "wrong": False},
     ]
     head, _, row = variants.table(found).splitlines()
-    assert head == "| call | now | hopper | hopper-registers |"
+    assert head == "| call | plain | hopper | 16x32 |"
     assert row == "| fp8 16x8 | 762.0 | 1.0! | error |"
