@@ -46,10 +46,10 @@ class Scene:
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", generator=self.generator).bfloat16()
 
-    def attend(self, splits: int | None = None) -> torch.Tensor:
+    def attend(self, splits: int | None = None, tile: tiles.Tile | None = None) -> torch.Tensor:
         tokens, heads, _ = self.q.shape
         architecture, processors = device()
-        tile = tiles.tile_for(architecture, heads, self.layout, tokens)
+        tile = tile or sparse_mla.launch_tile(architecture, heads, self.layout, tokens)
         wanted = splits or tiles.splits_for(tokens, heads, tile, processors)
         paged = sparse_mla.Paged(self.cache, self.table, self.layout)
         return sparse_mla.attend(
@@ -111,17 +111,86 @@ def test_splits_change_rounding_only(generator, layout) -> None:
         assert away(scene.attend(splits=splits), whole) <= LIMITS[BF16]
 
 
-@LAYOUT
-def test_a_graph_replays_new_contents(generator, layout) -> None:
-    scene = Scene(generator, layout, 8, 64, 4000)
-    scene.attend()
+def replayed(scene: Scene, tile: tiles.Tile | None = None) -> torch.Tensor:
+    """The result of a graph whose queries and indices change behind its capture."""
+    scene.attend(tile=tile)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = scene.attend()
+        found = scene.attend(tile=tile)
     scene.q.copy_(scene.normal(*scene.q.shape) * 0.35)
     scene.indices[:, 100:] = -1
     graph.replay()
+    return found
+
+
+@LAYOUT
+def test_a_graph_replays_new_contents(generator, layout) -> None:
+    scene = Scene(generator, layout, 8, 64, 4000)
+    found = replayed(scene)
     assert away(found, scene.exact(scene.held())) <= LIMITS[BF16]
+
+
+@pytest.fixture
+def own() -> tiles.Tile:
+    """SM90's own kernel; most of what is above takes it, too, but for one token of bf16."""
+    if device()[0] != 90:
+        pytest.skip("the kernel in Gluon runs on SM90 only")
+    assert sparse_mla.hopper_module() is not None
+    return tiles.HOPPER
+
+
+TOKENS = pytest.mark.parametrize("tokens", [1, 8, 66, 67, 300])
+"""Decode, verify, the last number of tokens in two ranges of keys, and prefill in one."""
+
+
+def test_sixty_four_heads_launch_sm90_s_own_kernel(own) -> None:
+    for layout in LAYOUTS.values():
+        for tokens in (1, 2, 8, 300):
+            found = sparse_mla.launch_tile(90, 64, layout, tokens)
+            assert (found == own) == ((layout, tokens) != (BF16, 1))
+
+
+@LAYOUT
+@TOKENS
+@pytest.mark.parametrize("context", [40, 5000])
+def test_sm90_s_own_kernel_is_exact(generator, own, layout, tokens, context) -> None:
+    """One token has all its keys, the first of several none, the second gaps and foreign ones."""
+    scene = Scene(generator, layout, tokens, 64, context)
+    if tokens > 1:
+        scene.indices[0] = -1
+        scene.indices[1, 5::7] = -1
+    wanted = scene.exact(scene.held())
+    if tokens > 1:
+        scene.indices[1, 5::7] = 1 << 20
+    found = scene.attend(tile=own)
+    assert tokens == 1 or not found[0].any()
+    assert away(found, wanted) <= LIMITS[BF16]
+
+
+@LAYOUT
+def test_the_plain_kernel_agrees_with_sm90_s_own(generator, own, layout) -> None:
+    scene = Scene(generator, layout, 8, 64, 5000)
+    plain = tiles.tile_for(90, 64, layout, 8, gluon=False)
+    found = scene.attend(tile=plain)
+    assert away(found, scene.exact(scene.held())) <= LIMITS[BF16]
+    assert away(scene.attend(tile=own), found.double()) <= LIMITS[BF16]
+
+
+@LAYOUT
+@TOKENS
+def test_sm90_s_own_kernel_replays_new_contents(generator, own, layout, tokens) -> None:
+    scene = Scene(generator, layout, tokens, 64, 4000)
+    found = replayed(scene, own)
+    assert away(found, scene.exact(scene.held())) <= LIMITS[BF16]
+
+
+@LAYOUT
+@pytest.mark.parametrize("splits", [1, 2, 64])
+def test_sm90_s_own_kernel_without_any_key_gives_zeros(generator, own, layout, splits) -> None:
+    scene = Scene(generator, layout, 3, 64, 300)
+    scene.indices[:] = -1
+    assert not scene.attend(splits, own).any()
+    assert not replayed(scene, own).any()
 
 
 def test_vllm_s_flash_attention_agrees(generator) -> None:
