@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from glm_exl3.format.layout import Codebook
-from glm_exl3.ops import cuda_backend, cuda_parts
+from glm_exl3.ops import cuda_backend, cuda_parts, recoded
 from glm_exl3.ops.cuda_encode import encode_tiles
 from glm_exl3.ops.tuning import Step
 from kernels import inputs
@@ -57,6 +57,15 @@ def _matrices(bits: int, codebook: Codebook, generator: torch.Generator) -> None
     cuda_backend.dequant(matrix, torch.bfloat16)
 
 
+def _byte_rows(generator: torch.Generator) -> None:
+    weight = torch.randn(40, 1088, device="cuda", generator=generator).bfloat16()
+    for scheme in ("fp8", "int8"):
+        matrix = recoded.encode_rows(weight, scheme)
+        for tokens in (1, 8):
+            x = torch.randn(tokens, 1088, device="cuda", generator=generator).bfloat16()
+            recoded.by_path(x, matrix, recoded.STREAMED)
+
+
 def main() -> None:
     generator = torch.Generator("cuda").manual_seed(3)
     for bits, codebook in RATES:
@@ -67,6 +76,7 @@ def main() -> None:
         matrix = inputs.random_matrix(256, 256, last_dim, codebook, generator)
         cuda_backend.dequant(matrix, torch.float16)
     cuda_backend.had128(torch.randn(3, 256, device="cuda"))
+    _byte_rows(generator)
     encode_tiles(torch.randn(3, 256, device="cuda"), 4, Codebook.MCG)
     torch.cuda.synchronize()
 

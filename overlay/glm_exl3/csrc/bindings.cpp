@@ -12,6 +12,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "api.h"
+#include "byte_rows.h"
 
 // CUDA builds of libtorch export this; CPU builds do not, and neither do their headers.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
@@ -244,6 +245,23 @@ void had128(Tensor x, std::optional<Tensor> pre, std::optional<Tensor> post, Ten
     check(exl3::hadamard(a, device.stream()), "had128");
 }
 
+void byte_rows(Tensor x, Tensor codes, Tensor scale, bool floats, Tensor out) {
+    if (x.scalar_type() != ScalarType::BFloat16 || out.scalar_type() != ScalarType::BFloat16) {
+        throw std::runtime_error("glm_exl3_cuda.byte_rows: x and out must be bfloat16");
+    }
+    exl3::ByteRowsArguments a = {};
+    a.x = x.data_ptr();
+    a.codes = codes.data_ptr();
+    a.scale = static_cast<const float*>(scale.data_ptr());
+    a.out = out.data_ptr();
+    a.tokens = static_cast<int>(x.size(0));
+    a.k = static_cast<int>(codes.size(1));
+    a.n = static_cast<int>(codes.size(0));
+    a.floats = floats;
+    const OnDeviceOf device(x);
+    check(exl3::byte_rows(a, device.stream()), "byte_rows");
+}
+
 int64_t moe_decode_counters(int64_t tokens, int64_t top_k, int64_t hidden, int64_t intermediate) {
     return exl3::moe_decode_counters(static_cast<int>(tokens), static_cast<int>(top_k),
                                      static_cast<int>(hidden), static_cast<int>(intermediate));
@@ -293,6 +311,7 @@ STABLE_TORCH_LIBRARY(glm_exl3_cuda, m) {
     m.def("encode(Tensor x, Tensor table, int bits, Tensor(a!) workspace, Tensor(b!) states) -> ()");
     m.def("encode_workspace(int tiles, int bits, int blocks) -> int");
     m.def("had128(Tensor x, Tensor? pre, Tensor? post, Tensor(a!) out) -> ()");
+    m.def("byte_rows(Tensor x, Tensor codes, Tensor scale, bool floats, Tensor(a!) out) -> ()");
     m.def("moe_decode_counters(int tokens, int top_k, int hidden, int intermediate) -> int");
     m.def("moe_decode_workspace(int tokens, int top_k, int hidden, int intermediate, int split_k) "
           "-> int");
@@ -310,6 +329,7 @@ STABLE_TORCH_LIBRARY_IMPL(glm_exl3_cuda, CUDA, m) {
     m.impl("dequant", TORCH_BOX(&dequant));
     m.impl("encode", TORCH_BOX(&encode));
     m.impl("had128", TORCH_BOX(&had128));
+    m.impl("byte_rows", TORCH_BOX(&byte_rows));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(glm_exl3_cuda, CompositeExplicitAutograd, m) {

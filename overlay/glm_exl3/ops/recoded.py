@@ -1,6 +1,7 @@
 """Products with 8-bit rows (`glm_exl3.ref.recode`): which path serves how many tokens.
 
-    rows     codes become bf16 in registers; reads half the bytes of a bf16 weight
+    streamed codes become bf16 in registers, up to 16 tokens of bf16; this project's CUDA kernel
+    rows     the same in Triton, for any number of tokens and where that kernel cannot serve
     scaled   vLLM's product of e4m3 by e4m3, activations quantised per token (from 8.9 on)
     widened  codes become a bf16 matrix first, then the vendor's product
 
@@ -12,16 +13,18 @@ and multiplied there; `scaled` has a twin that quantises the activations, too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 
 from glm_exl3 import envs
-from glm_exl3.ops import reference, tuning
+from glm_exl3.ops import ext, reference, tuning
 from glm_exl3.ref import recode
 
-ROWS, SCALED, WIDENED = "rows", "scaled", "widened"
+STREAMED, ROWS, SCALED, WIDENED = "streamed", "rows", "scaled", "widened"
 NATIVE_FP8 = (8, 9)
+STREAMED_TOKENS, STREAMED_UNIT = 16, 64  # of csrc/byte_rows.h
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,10 @@ def linear(x: torch.Tensor, matrix: RowCodes) -> torch.Tensor:
     if not flat.shape[0]:
         return x.new_empty((*x.shape[:-1], matrix.codes.shape[0]))
     capability = torch.cuda.get_device_capability(x.device)
-    y = by_path(flat, matrix, path_for(matrix, capability, flat.shape[0]))
+    path = path_for(matrix, capability, flat.shape[0])
+    if path == STREAMED and not can_stream(flat):
+        path = ROWS
+    y = by_path(flat, matrix, path)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -74,8 +80,22 @@ def path_for(matrix: RowCodes, capability: tuple[int, int], tokens: int) -> str:
     return path
 
 
+@cache
+def has_library() -> bool:
+    """Whether this project's CUDA kernels are here."""
+    return ext.find_library() is not None
+
+
+def can_stream(x: torch.Tensor) -> bool:
+    """Whether the CUDA kernel is there and serves the tokens, type and width of `x` [t, k]."""
+    few = x.shape[0] <= STREAMED_TOKENS and x.shape[1] % STREAMED_UNIT == 0
+    return few and x.dtype == torch.bfloat16 and has_library()
+
+
 def by_path(x: torch.Tensor, matrix: RowCodes, path: str) -> torch.Tensor:
     """x [t, k] -> [t, n] by a named path on CUDA."""
+    if path == STREAMED:
+        return _streamed(x, matrix)
     if path == ROWS:
         from glm_exl3.ops.recoded_rows import rows
 
@@ -83,6 +103,14 @@ def by_path(x: torch.Tensor, matrix: RowCodes, path: str) -> torch.Tensor:
     if path == SCALED:
         return _scaled(x, matrix)
     return F.linear(x, matrix.codes.to(x.dtype)).mul_(matrix.scale)
+
+
+def _streamed(x: torch.Tensor, matrix: RowCodes) -> torch.Tensor:
+    ext.load()
+    y = torch.empty((x.shape[0], matrix.codes.shape[0]), dtype=x.dtype, device=x.device)
+    floats = matrix.scheme == "fp8"
+    torch.ops.glm_exl3_cuda.byte_rows(x.contiguous(), matrix.codes, matrix.scale, floats, y)
+    return y
 
 
 def _scaled(x: torch.Tensor, matrix: RowCodes) -> torch.Tensor:

@@ -24,12 +24,12 @@ TABLE = Path(__file__).with_name("tuning.json")
 # What a path does: decodes weights in registers for a few rows; sorts rows into tiles; decodes once
 # for the vendor's product.
 STREAMED, TILED, DECODED = "streamed", "tiled", "decoded"
-ROW_PATHS = ("rows", "scaled", "widened")  # of 8-bit rows, see `recoded`
+ROW_PATHS = (STREAMED, "rows", "scaled", "widened")  # of 8-bit rows, see `recoded`
 PATHS = {
     "linear": (STREAMED, DECODED),
     "moe": (STREAMED, TILED),
     "fp8": ROW_PATHS,
-    "int8": ("rows", "widened"),
+    "int8": (STREAMED, "rows", "widened"),
 }
 # Matrix instructions of the tiled path: the device's best, Hopper's for warpgroups, or a warp's.
 PRODUCTS = {"auto": 0, "warpgroup": 1, "warp": 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm_exl3.ops import recoded, tuning
+from glm_exl3.ops import ext, recoded, tuning
 from glm_exl3.ref import recode
 
 
@@ -80,11 +81,14 @@ def test_quantised_activations_are_a_knob_and_spare_a_few_tokens(
 @pytest.mark.parametrize(
     ("scheme", "capability", "tokens", "wanted", "path"),
     [
-        ("fp8", (9, 0), 8, "auto", "rows"),
+        ("fp8", (9, 0), 8, "auto", "streamed"),
+        ("fp8", (8, 0), 1, "auto", "streamed"),
+        ("fp8", (9, 0), 17, "auto", "rows"),
         ("fp8", (9, 0), 4096, "auto", "scaled"),
         ("fp8", (8, 0), 4096, "auto", "widened"),
         ("fp8", (12, 1), 4096, "widened", "widened"),
-        ("fp8", (12, 1), 4, "widened", "rows"),
+        ("fp8", (12, 1), 4, "widened", "streamed"),
+        ("int8", (9, 0), 1, "auto", "streamed"),
         ("int8", (9, 0), 64, "auto", "rows"),
         ("int8", (9, 0), 4096, "auto", "widened"),
         ("int8", (9, 0), 4096, "scaled", "widened"),
@@ -107,8 +111,38 @@ def test_the_path_follows_table_knob_and_device(
 def test_rules_keep_a_verify_step_in_one_path() -> None:
     for scheme in ("fp8", "int8"):
         steps = tuning.plan(tuning.Problem(scheme, 4096, 4096, 8, scheme), (9, 0))
-        assert steps[0].path == recoded.ROWS
+        assert steps[0].path == recoded.STREAMED
         assert steps[0].tokens >= tuning.ALIKE
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "dtype", "library", "can"),
+    [
+        (1, 1024, torch.bfloat16, True, True),
+        (16, 64, torch.bfloat16, True, True),
+        (17, 1024, torch.bfloat16, True, False),
+        (1, 1008, torch.bfloat16, True, False),
+        (1, 1024, torch.float16, True, False),
+        (1, 1024, torch.bfloat16, False, False),
+    ],
+)
+def test_the_kernel_serves_few_tokens_of_bf16_where_its_library_is(  # noqa: PLR0913, PLR0917
+    tokens: int,
+    k: int,
+    dtype: torch.dtype,
+    library: bool,
+    can: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recoded, "has_library", lambda: library)
+    assert recoded.can_stream(torch.zeros(tokens, k, dtype=dtype)) is can
+
+
+def test_the_kernel_and_its_rule_agree_on_what_it_takes() -> None:
+    text = (ext.SOURCES / "byte_rows.h").read_text()
+    found = dict(re.findall(r"(kByteRows\w+) = (\d+)", text))
+    limits = (recoded.STREAMED_TOKENS, recoded.STREAMED_UNIT)
+    assert (int(found["kByteRowsTokens"]), int(found["kByteRowsUnit"])) == limits
 
 
 def test_an_unknown_scheme_is_refused() -> None:
