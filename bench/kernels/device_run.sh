@@ -15,10 +15,4 @@ check() { # NAME TOOL: every kernel once under the tool; what it finds is a fail
 }
 check memcheck memcheck
 check racecheck racecheck
-# The same with every lane freeing its stage: see kernels/every_lane.py.
-if python3 -m kernels.every_lane "$out/every-lane"; then
-    XDG_CACHE_HOME="$out/every-lane" check racecheck.every-lane racecheck
-else
-    status=1
-fi
 exit "$status"

@@ -16,12 +16,12 @@ namespace exl3 {
 
 constexpr int kPrefillThreads = 512;
 
-// Who frees a stage: one lane of each warp, behind a barrier of its warp. Racecheck does not carry the other
-// lanes' reads over that barrier; built with this switch each lane speaks for its own (`kernels.every_lane`).
-#ifdef GLM_EXL3_EVERY_LANE_FREES
-constexpr int kFreeingLanes = 32;
-#else
+// Who frees a stage: every lane, for what it read itself. One lane of each warp behind a barrier of the warp would
+// do, but racecheck does not carry the other lanes' reads over that barrier (`kernels.one_lane` builds that).
+#ifdef GLM_EXL3_ONE_LANE_FREES
 constexpr int kFreeingLanes = 1;
+#else
+constexpr int kFreeingLanes = 32;
 #endif
 
 template <int K, Codebook C, int Inputs, bool Narrow>

@@ -1,4 +1,4 @@
-"""The second library for racecheck: where it lies, which switch it is built with."""
+"""The library freed by one lane: where it lies, which switch it is built with, its times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from glm_exl3.ops import ext
-from kernels import every_lane
+from kernels import one_lane
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Path, s
 def test_it_is_found_by_the_cache_folder_and_built_once(
     built: list[tuple[Path, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    target = every_lane.build(tmp_path, 1)
-    assert every_lane.build(tmp_path, 1) == target
-    assert built == [(target, "-DGLM_EXL3_EVERY_LANE_FREES")]
+    target = one_lane.build(tmp_path, 1)
+    assert one_lane.build(tmp_path, 1) == target
+    assert built == [(target, "-DGLM_EXL3_ONE_LANE_FREES")]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert ext.find_library() == target
 
@@ -44,14 +44,14 @@ def test_a_shipped_library_would_hide_it(
 ) -> None:
     monkeypatch.setattr(ext, "SHIPPED", Path(__file__))
     with pytest.raises(SystemExit, match="move it away"):
-        every_lane.build(tmp_path, 1)
+        one_lane.build(tmp_path, 1)
     assert built == []
 
 
 def test_the_sources_know_the_switch_and_leave_it_off() -> None:
     text = "".join(path.read_text() for path in sorted(ext.SOURCES.glob("*.cuh")))
-    assert f"#ifdef {every_lane.SWITCH}" in text
-    assert f"#define {every_lane.SWITCH}" not in text
+    assert f"#ifdef {one_lane.SWITCH}" in text
+    assert f"#define {one_lane.SWITCH}" not in text
 
 
 def test_the_lower_time_of_each_library_counts(
@@ -63,6 +63,6 @@ def test_the_lower_time_of_each_library_counts(
         row = {"op": "moe", "shape": "s", "m": 256, "k_bits": 4, "codebook": "mcg"}
         return [row | {"ours_us": next(given)}]
 
-    monkeypatch.setattr(every_lane, "child", child)
-    [row] = every_lane.compare(tmp_path)
+    monkeypatch.setattr(one_lane, "child", child)
+    [row] = one_lane.compare(tmp_path)
     assert (row["one_us"], row["every_us"], row["ratio"]) == (10.0, 22.0, 2.2)

@@ -1,12 +1,12 @@
-"""The library in which every lane frees a stage itself, and what that costs.
+"""The library in which one lane of each warp frees a stage, and what freeing by every lane costs.
 
-    python -m kernels.every_lane FOLDER                (compiles; no GPU)
-    python -m kernels.every_lane FOLDER --compare OUT  (one GPU, a minute)
+    python -m kernels.one_lane FOLDER                (compiles; no GPU)
+    python -m kernels.one_lane FOLDER --compare OUT  (one GPU, a minute)
 
-The warpgroup tiles free a stage through one lane of each warp, behind a barrier of the warp.
-Racecheck reports the bulk copy that refills it as a race with the other lanes' reads. This builds
-the same sources with `GLM_EXL3_EVERY_LANE_FREES`, where each lane arrives for its own reads, for a
-second run: no report there means that the first ones were about that barrier and nothing else.
+Every lane of the warpgroup tiles frees a stage for its own reads. One lane behind a barrier of the
+warp would do, and did; racecheck reported the bulk copy that refills the stage as a race with the
+other lanes' reads, and nothing once each lane spoke for itself. This builds the same sources with
+`GLM_EXL3_ONE_LANE_FREES`, the older way.
 
 A process with XDG_CACHE_HOME=FOLDER loads this library, as long as none is shipped. `--compare`
 times the shapes that use these tiles with both libraries in turn, twice each in processes of their
@@ -26,7 +26,7 @@ from typing import Any
 
 from glm_exl3.ops import ext
 
-SWITCH = "GLM_EXL3_EVERY_LANE_FREES"
+SWITCH = "GLM_EXL3_ONE_LANE_FREES"
 ROUNDS = 2
 
 
@@ -64,7 +64,7 @@ def timed() -> list[dict[str, Any]]:
 def child(folder: Path | None) -> list[dict[str, Any]]:
     """`timed` in a process that loads the library of FOLDER, or the usual one."""
     more = {} if folder is None else {"XDG_CACHE_HOME": str(folder)}
-    command = [sys.executable, "-m", "kernels.every_lane", str(folder), "--child"]
+    command = [sys.executable, "-m", "kernels.one_lane", str(folder), "--child"]
     done = subprocess.run(command, env={**os.environ, **more}, stdout=subprocess.PIPE, check=True)
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -74,7 +74,7 @@ def compare(folder: Path) -> list[dict[str, Any]]:
     """Both libraries in turn; the lower time of each row."""
     least: dict[tuple[Any, ...], dict[str, float]] = {}
     for _ in range(ROUNDS):
-        for name, where in (("one_us", None), ("every_us", folder)):
+        for name, where in (("one_us", folder), ("every_us", None)):
             for row in child(where):
                 key = tuple(row[part] for part in ("op", "shape", "m", "k_bits", "codebook"))
                 times = least.setdefault(key, {})
@@ -89,7 +89,7 @@ def compare(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Build the library whose every lane frees.")
+    parser = argparse.ArgumentParser(description="Build the library whose one lane frees.")
     parser.add_argument("folder", type=Path, help="its XDG_CACHE_HOME")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--compare", type=Path, metavar="OUT", help="time both libraries")
