@@ -1,10 +1,11 @@
 """Milliseconds a step spends on drafting and selecting, at real dims, one request, seven drafts.
 
-    python -m e2e.draft_time DRAFTER --out RESULT.json [--layers 8] [--steps 64] [--profile]
+    python -m e2e.draft_time [DRAFTER] --out RESULT.json [--layers 8] [--steps 64] [--profile]
 
-DRAFTER is the packed drafter that `e2e.draft_pack` left. The target in front of it is cut to its
-first layers and loads random weights; embedding, head and the drafter itself have the real dims, so
-what is timed is what a real step drafts. Time is measured by events on the GPU's stream around the
+DRAFTER is a packed drafter for a target of so many layers, as `e2e.draft_pack` leaves one; without
+it one of random weights is written. The target in front of it is cut to its first layers and loads
+random weights; embedding, head and the drafter itself have the real dims, so what is timed is what
+a real step drafts. Time is measured by events on the GPU's stream around the
 speculator's `propose`: key and value projections of the context, the block, candidates, selection.
 The median over the steps of one request after warm-up.
 """
@@ -62,7 +63,21 @@ class Stopwatch:
         return [start.elapsed_time(stop) for start, stop in self.pairs]
 
 
-def measure(options: argparse.Namespace, target: Path) -> dict[str, Any]:
+def write_models(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
+    """The cut target, and the given drafter or a packed one whose taps are layers of that target.
+
+    Both are headers in FOLDER for the loader `exl3_dummy`.
+    """
+    from glm_exl3.dummy.cli import main as write_dummy
+
+    target, drafter = folder / "target", options.drafter or folder / "drafter"
+    asked = ["--family", "full", "--out", str(target), "--layers", str(options.layers)]
+    asked += ["--experts", str(options.experts)]
+    write_dummy(asked if options.drafter else [*asked, "--drafter", str(drafter)])
+    return target, drafter
+
+
+def measure(options: argparse.Namespace, target: Path, drafter: Path) -> dict[str, Any]:
     """Medians by number of requests."""
     import torch
 
@@ -78,7 +93,7 @@ def measure(options: argparse.Namespace, target: Path) -> dict[str, Any]:
             "gpu_memory_utilization": 0.5,
             "speculative_config": {
                 "method": "dflash",
-                "model": str(options.drafter),
+                "model": str(drafter),
                 "num_speculative_tokens": TOKENS,
             },
         }
@@ -103,25 +118,26 @@ def measure(options: argparse.Namespace, target: Path) -> dict[str, Any]:
     return result
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m e2e.draft_time")
+    made.add_argument("drafter", type=Path, nargs="?")
+    made.add_argument("--out", type=Path, required=True)
+    made.add_argument("--layers", type=int, default=8)
+    made.add_argument("--experts", type=int, default=16)
+    made.add_argument("--context", type=int, default=1024)
+    made.add_argument("--steps", type=int, default=64)
+    made.add_argument("--requests", type=lambda t: [int(n) for n in t.split(",")], default=[1])
+    made.add_argument("--profile", action="store_true")
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure once; 1 when the target was missed."""
-    parser = argparse.ArgumentParser(prog="python -m e2e.draft_time")
-    parser.add_argument("drafter", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--requests", type=lambda t: [int(n) for n in t.split(",")], default=[1])
-    parser.add_argument("--profile", action="store_true")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from glm_exl3.dummy.cli import main as write_dummy
-
     with tempfile.TemporaryDirectory() as folder:
-        shape = ["--layers", str(options.layers), "--experts", str(options.experts)]
-        write_dummy(["--family", "full", "--out", folder, *shape])
-        result = measure(options, Path(folder))
+        result = measure(options, *write_models(options, Path(folder)))
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"draft and selection: {result['draft_ms']} ms a step, target {TARGET_MS} ms")
     return int(result["draft_ms"] > TARGET_MS)

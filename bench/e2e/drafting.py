@@ -1,14 +1,14 @@
 """Everything about drafting that a GPU must show, into `bench/expected/MACHINE/drafting.json`.
 
     python -m e2e.drafting WORK --expected expected/h200-1x/drafting.json [--budget-s 540]
-                                [--only NAME,...] [--at-once 4]
+                                [--only NAME,...] [--at-once 9]
 
 Stages, in this order: `plain` (the engine without drafting: greedy text of 56 prompts, draws);
 together `dflash`, `mtp` and `hybrid-eager` (text and draws), `dflash-packed`, `adaptive` and
 `hybrid-adaptive` (text; all of these: `methods`), `planted` (the two-sample test must catch a bias)
-and `soak` (10,000 random steps); then each alone, since they are timed, `pack` (real dims), `time`
-(real dims, after `pack`) and `lookup`. Every stage is one process. WORK keeps what each one
-answered, and `plain` is not repeated.
+and `soak` (10,000 random steps); then each alone, since they are timed, `pack` and `time` (real
+dims, a random drafter or `--packed`) and `lookup`. Every stage is one process. WORK keeps what each
+one answered, and `plain` is not repeated.
 
 The file gets `draft_ms`, `greedy_equal`, `sampled_p`, `planted_caught`, `soak_steps`, `pack_s`,
 `pack_gib`, accepted drafts per step, the lookup's microseconds and the date after every stage; keys
@@ -35,7 +35,8 @@ from typing import Any
 from e2e import plugged
 
 Figures = dict[str, Any]
-MEMORY_GIB = "12"
+MEMORY_GIB = "6"
+DRAWS = ("--draws", "350", "--contexts", "24")  # of three verified tokens: 25,200 of them
 PACKED = ("pack_s", "pack_gib")
 TEXTS = ("dflash", "mtp", "dflash-packed", "hybrid-adaptive", "hybrid-eager", "adaptive")
 GROUPS: dict[str, tuple[str, ...]] = {"methods": ("plain", *TEXTS), "sampled": ()}
@@ -72,20 +73,20 @@ def compared(name: str) -> Callable[[Figures], Figures]:
     return pick
 
 
-def stages(work: Path, packed: Path) -> tuple[Stage, ...]:
+def stages(work: Path, packed: Path | None = None) -> tuple[Stage, ...]:
     """What to run; each command gets its result's path appended. `packed`: a drafter to time."""
     plain = ("--plain", str(work / "plain-answers.json"), "--memory-gib", MEMORY_GIB)
-    draws = ("--draws", "1000", "--contexts", "24")
+    timed = (str(packed),) if packed else ()
 
     def methods(name: str, *, drawn: bool, seconds: float) -> Stage:
         # Draws of the engine without drafting come along with its texts, so all ask for them.
         more = () if drawn else ("--text-only", "--batch", "16")
-        command = ("e2e.methods", "--methods", name, *plain, *draws, *more)
+        command = ("e2e.methods", "--methods", name, *plain, *DRAWS, *more)
         return Stage(name, command, compared(name), seconds)
 
     soak = ("--soak", "10000", "--only", "changing-hybrid", "--memory-gib", MEMORY_GIB)
     return (
-        Stage("plain", ("e2e.methods", "--methods", "", *plain, *draws), lambda _: {}, 90),
+        Stage("plain", ("e2e.methods", "--methods", "", *plain, *DRAWS), lambda _: {}, 90),
         methods("dflash", drawn=True, seconds=100),
         methods("mtp", drawn=True, seconds=100),
         Stage("soak", ("e2e.draft_options", *soak), lambda f: {
@@ -95,11 +96,11 @@ def stages(work: Path, packed: Path) -> tuple[Stage, ...]:
         methods("dflash-packed", drawn=False, seconds=70),
         methods("hybrid-adaptive", drawn=False, seconds=80),
         methods("hybrid-eager", drawn=True, seconds=100),
-        Stage("planted", ("e2e.sampled", "--plant", "verification", *plain),
+        Stage("planted", ("e2e.sampled", "--plant", "verification", *plain, *DRAWS),
               lambda f: {"planted_caught": not f["equal"]}, 70),
         methods("adaptive", drawn=False, seconds=80),
         Stage("pack", ("e2e.draft_pack", str(work)), lambda f: {k: f[k] for k in PACKED}, 90, True),
-        Stage("time", ("e2e.draft_time", str(packed), "--profile"),
+        Stage("time", ("e2e.draft_time", *timed, "--profile"),
               lambda f: {"draft_ms": f["draft_ms"]}, 110, True),
         Stage("lookup", ("e2e.lookup_time",), lambda f: {
             f"lookup_us.{row['rows']}": row["us"] for row in f if row["texts_in"] == "host"
@@ -195,9 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("work", type=Path)
     parser.add_argument("--expected", type=Path, required=True)
     parser.add_argument("--only", type=lambda text: text.split(","), default=[])
-    parser.add_argument("--packed", type=Path, help="drafter that `time` takes; what `pack` made")
+    parser.add_argument("--packed", type=Path, help="drafter that `time` takes; a random one")
     parser.add_argument("--budget-s", type=float, default=540.0)
-    parser.add_argument("--at-once", type=int, default=4, help="engines that share the GPU")
+    parser.add_argument("--at-once", type=int, default=9, help="engines that share the GPU")
     options = parser.parse_args(arguments)
     missing = unready()
     if missing:
@@ -206,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.work = options.work.resolve()
     options.work.mkdir(parents=True, exist_ok=True)
     names = {name for one in options.only for name in GROUPS.get(one, (one,))}
-    every = stages(options.work, options.packed or options.work / "packed")
+    every = stages(options.work, options.packed)
     unknown = names - {one.name for one in every}
     if unknown:
         parser.error(f"no stage {', '.join(sorted(unknown))}")

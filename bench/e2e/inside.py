@@ -8,7 +8,8 @@ The second runs one process per rank of a tensor-parallel engine
 
 The job holds `engine` (keyword arguments of `vllm.LLM`) and `measure`: a list of
 `{"kind": "decode", "requests": n, "context": tokens, "tokens": steps}`, `{"kind": "prefill",
-"context": tokens}` and `{"kind": "profile", "requests": n, "context": tokens, "tokens": steps}`.
+"context": tokens}`, `{"kind": "profile", "requests": n, "context": tokens, "tokens": steps}` and
+`{"kind": "allreduce"}`, which gives several rows (`e2e.allreduce`).
 Prompts are random ids, all different. The result is written after every measurement, so a later
 failure loses nothing.
 
@@ -127,6 +128,12 @@ class Bench:
             engine.step()
         return _table(session, tokens) | {"step_ms": 1000 * plain / tokens}
 
+    def allreduce(self, _requests: int, _context: int, _tokens: int) -> list[dict[str, Any]]:
+        """Rows of vLLM's ways to add up what the ranks have."""
+        from e2e import allreduce
+
+        return allreduce.rows()
+
 
 def _table(session: Any, steps: int) -> dict[str, Any]:
     kernels: dict[str, KernelTime] = {}
@@ -232,10 +239,10 @@ def perform(job: dict[str, Any], save: Any) -> None:
         row = {"requests": 1, "context": 256, "tokens": 32, **asked}
         call = getattr(bench, row["kind"])
         try:
-            row |= call(row["requests"], row["context"], row["tokens"])
+            found = call(row["requests"], row["context"], row["tokens"])
         except Exception:  # noqa: BLE001 - the next measurement may still work
-            row["error"] = traceback.format_exc()
-        result["rows"].append(row)
+            found = {"error": traceback.format_exc()}
+        result["rows"] += found if isinstance(found, list) else [row | found]
         save(result)
 
 

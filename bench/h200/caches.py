@@ -2,11 +2,13 @@
 
     python -m h200.caches OUT WORK
 
-Writes OUT/jit.tar.xz from the folders that Triton, TileLang, FlashInfer, vLLM and torch compile
-into, if something was added since they were restored or packed, and once what the peer compiled:
-OUT/peer.tar.xz (its extension) and OUT/peer-kernels.tar.xz. Carried back in FILES, they are
-restored by `h200.prepare`. Objects stay in: FlashInfer asks ninja, which compiles again what it
-lacks. Triton's groups name whole paths, so the folders must lie where they lay.
+Writes OUT/jit-0.tar.xz, OUT/jit-1.tar.xz and so on from the folders that FlashInfer, TileLang,
+vLLM, torch and Triton compile into, if something was added since they were restored or packed, and
+once what the peer compiled: OUT/peer.tar.xz (its extension) and OUT/peer-kernels.tar.xz. None is
+larger than what comes back from a visit; what is cheapest to compile again comes last, and what
+`MOST_ARCHIVES` do not hold is left out. Carried back in FILES, they are restored by `h200.prepare`.
+Objects stay in: FlashInfer asks ninja, which compiles again what it lacks. Triton's groups name
+whole paths, so the folders must lie where they lay.
 """
 
 from __future__ import annotations
@@ -19,21 +21,23 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 VARIABLES = {
-    "tilelang": "TILELANG_CACHE_DIR",
-    "triton": "TRITON_CACHE_DIR",
-    "vllm": "VLLM_CACHE_ROOT",
     "flashinfer": "FLASHINFER_WORKSPACE_BASE",
+    "tilelang": "TILELANG_CACHE_DIR",
+    "vllm": "VLLM_CACHE_ROOT",
     "torch": "TORCH_EXTENSIONS_DIR",
+    "triton": "TRITON_CACHE_DIR",
 }
 PEER_MODULE, PEER_KERNELS = "exllamav3_ext", "exl3_peer.so"
 LEFT_OUT = (".lock", ".log", ".tmp", ".pyc")
 LIMIT_BYTES = 15 * 2**20
 RAW_LIMIT_BYTES = 400 * 2**20
-ARCHIVE, STAMP = "jit.tar.xz", "jit.stamp"
+MOST_ARCHIVES = 4  # beside the results and the peer's two: eight files come back from a visit
+WHOLE, STAMP = "jit.tar.xz", "jit.stamp"
 Entry = tuple[str, Path]
 
 
@@ -70,8 +74,8 @@ def compressed(raw: bytes) -> bytes:
     return lzma.compress(raw, preset=1)
 
 
-def write(target: Path, kept: Iterable[Entry], limit: int = LIMIT_BYTES) -> bool:
-    """`target` whole or not at all; False says that it would be larger than `limit` bytes."""
+def packed(kept: Iterable[Entry]) -> tuple[int, bytes]:
+    """The archive of `kept` and its size before xz; nothing where that is too large already."""
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w") as tar:
         for name, path in kept:
@@ -79,15 +83,41 @@ def write(target: Path, kept: Iterable[Entry], limit: int = LIMIT_BYTES) -> bool
             info.mtime = int(info.mtime)  # ninja makes again what is newer than its log says
             with path.open("rb") as file:
                 tar.addfile(info, file)
-    packed = compressed(raw.getvalue()) if raw.tell() <= RAW_LIMIT_BYTES else b""
-    if not packed or len(packed) > limit:
-        print(f"{target.name}: {raw.tell() >> 20} MiB, {len(packed) >> 20} MiB packed: left out")
-        return False
+    return raw.tell(), compressed(raw.getvalue()) if raw.tell() <= RAW_LIMIT_BYTES else b""
+
+
+def pieces(kept: Sequence[Entry], limit: int = LIMIT_BYTES) -> list[bytes]:
+    """`kept` in as many archives as needed, none larger than `limit` bytes, in its order.
+
+    Files of one folder stay together; a folder that is too large alone is left out and named.
+    """
+    raw, whole = packed(kept)
+    if whole and len(whole) <= limit:
+        return [whole]
+    groups = [list(group) for _, group in groupby(kept, lambda one: one[0].rpartition("/")[0])]
+    if len(groups) == 1:
+        print(f"{kept[0][0]} and what is beside it: {raw >> 20} MiB, "
+              f"{len(whole) >> 20} MiB packed: left out")  # fmt: skip
+        return []
+    sizes = [sum(path.stat().st_size for _, path in group) for group in groups]
+    middle = 1
+    while middle < len(groups) - 1 and sum(sizes[: middle + 1]) <= sum(sizes) / 2:
+        middle += 1
+    halves = groups[:middle], groups[middle:]
+    return [one for half in halves for one in pieces([e for group in half for e in group], limit)]
+
+
+def write(target: Path, data: bytes) -> None:
+    """`target` whole or not at all."""
     staged = target.with_suffix(".new")
-    staged.write_bytes(packed)
+    staged.write_bytes(data)
     staged.replace(target)
-    print(f"{target.name}: {len(packed) / 2**20:.1f} MiB")
-    return True
+    print(f"{target.name}: {len(data) / 2**20:.1f} MiB", flush=True)
+
+
+def archives(files: Path) -> list[Path]:
+    """All archives of compiled kernels in FILES, a whole one of an older visit first."""
+    return sorted(files.glob("jit*.tar.xz"), key=lambda path: (path.name != WHOLE, path.name))
 
 
 def peer_files(work: Path, env: Mapping[str, str]) -> dict[str, Entry]:
@@ -103,12 +133,18 @@ def pack(out: Path, work: Path, env: Mapping[str, str]) -> None:
     """Write the archives that are due; WORK remembers which were."""
     kept = entries(env)
     now, before = stamp(kept), work / STAMP
-    fresh = kept and (not before.is_file() or before.read_text() != now)
-    if fresh and write(out / ARCHIVE, kept):
-        before.write_text(now)
+    if kept and (not before.is_file() or before.read_text() != now):
+        made = pieces(kept)
+        for number, data in enumerate(made[:MOST_ARCHIVES]):
+            write(out / f"jit-{number}.tar.xz", data)
+            before.write_text(now)
+        if len(made) > MOST_ARCHIVES:
+            print(f"{len(made) - MOST_ARCHIVES} more archives of compiled kernels: left out")
     for name, entry in peer_files(work, env).items():
-        if not (work / f"{name}.packed").exists() and write(out / f"{name}.tar.xz", [entry]):
-            (work / f"{name}.packed").touch()
+        if not (work / f"{name}.packed").exists():
+            for data in pieces([entry]):
+                write(out / f"{name}.tar.xz", data)
+                (work / f"{name}.packed").touch()
 
 
 def unpack(archive: Path, target: Path) -> bool:
@@ -121,15 +157,16 @@ def unpack(archive: Path, target: Path) -> bool:
 
 
 def restore(files: Path, work: Path, env: Mapping[str, str]) -> int:
-    """Put what FILES/jit.tar.xz holds into the folders; the number of files there then."""
-    archive = files / ARCHIVE
-    if archive.is_file():
+    """Put what FILES/jit*.tar.xz hold into the folders; the number of files there then."""
+    found = archives(files)
+    for archive in found:
         with tarfile.open(archive) as tar:
             for member in tar.getmembers():
                 name, _, inside = member.name.partition("/")
                 if name in VARIABLES and inside:
                     member.name = inside
                     tar.extract(member, env[VARIABLES[name]], filter="tar")
+    if found:
         (work / STAMP).write_text(stamp(entries(env)))
     return len(entries(env))
 

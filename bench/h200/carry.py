@@ -5,8 +5,9 @@
 Compiles the CUDA library for Hopper (objects of unchanged sources are kept, so a second time takes
 seconds), checks that it asks for torch's CUDA part, and writes `libglm_exl3_cuda.so.xz` with
 `digest`, that of its sources. Fetches the wheels that `h200.prepare` unpacks. What is there and
-fits is left alone. Archives of caches that came back from an earlier visit (`jit.tar.xz`,
-`peer.tar.xz`, `peer-kernels.tar.xz`) belong into FILES, too.
+fits is left alone. Archives of caches that came back from an earlier visit (`jit-*.tar.xz`,
+`peer.tar.xz`, `peer-kernels.tar.xz`) and FlashInfer's compiled module (`topk.so.xz`) belong into
+FILES, too.
 """
 
 from __future__ import annotations

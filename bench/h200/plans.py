@@ -17,14 +17,14 @@ ONE = (
     "every-lane", "peer.kernels", "gpu-tests", "memcheck", "racecheck.every-lane", "edits",
     "drafting.pack", "text.one", "text.two", "recode.nano",
 )  # fmt: skip
-TWO = ("kv.text", "drafting.methods", "kv.variants", "recode.step", "drafting.time")
+TWO = ("kv.text", "kv.variants", "recode.step")
 THREE = (
-    "gpu-tests.two", "pair.served", "pair.step", "pair.verify7", "pair.nccl", "recode.projections",
-    "kv",
+    "gpu-tests.two", "pair.served", "pair.step", "pair.verify7", "kv", "recode.projections",
 )  # fmt: skip
 MORE = (
-    "compare.every-lane", "full.verify7", "peer.engine45", "full.step", "full.window", "full.fused",
-    "full.together-fused", "full.steer", "verify.3", "verify.5", "verify.8",
+    "drafting.time", "kv.turns", "drafting.methods", "compare.every-lane", "full.verify7",
+    "peer.engine45", "full.step", "full.window", "full.fused", "full.together-fused", "full.steer",
+    "verify.3", "verify.5", "verify.8",
 )  # fmt: skip
 PLANS: Mapping[str, tuple[str, ...]] = {"one": ONE, "two": TWO, "three": THREE, "more": MORE}
 

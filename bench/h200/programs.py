@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from h200.engines import NCCL, READY
+from h200.engines import NCCL, READY, WARM
 from h200.job import Job, python
 
 EXPECTED = "{out}/{name}.json"
 GGUF = {"PYTHONPATH": "{work}/site"}
 PEER = {"PYTHONPATH": "{work}/peer:{work}/site"}
-WARM = ("caches", "warm")
 
 
 def prepare(
@@ -28,14 +27,14 @@ SETUP = (
     prepare("library", 15, 300, 0, vital=True),
     prepare("site", 5, 60, 0),
     prepare("caches", 5, 60, 0),
-    prepare("flashinfer", 150, 500, 1, quick=False, after=("caches",)),
+    prepare("flashinfer", 10, 500, 1, quick=False, after=("caches",)),
     prepare("folders", 40, 240, 1),
     prepare("tiny", 20, 120, 2),
     prepare("peer.kernels", 120, 500, 4, "library", quick=False),
     prepare("peer.package", 330, 560, 3, "site", quick=False),
     Job("warm", python("e2e.gpu_text", "{work}/warm", "--out", EXPECTED, "--only",
         "nano-dflash,nano-mtp", "--at-once", "2", "--seconds", "320"), 200, 340, 5,
-        exclusive=False, gib=40, needs=("library",), after=("caches",)),
+        exclusive=False, gib=40, needs=("library",), after=("caches", "flashinfer")),
 )  # fmt: skip
 
 
@@ -84,7 +83,7 @@ KERNELS = (
     timing("seam", "e2e.seam", EXPECTED, expect=30, at=51),
     timing("kda", "e2e.kda", EXPECTED, expect=25, at=52),
     timing("lookup", "e2e.lookup_time", EXPECTED, expect=25, at=53),
-    timing("kv", "kv.measure", "--quick", "--tiles", EXPECTED, expect=120, at=54),
+    timing("kv", "kv.measure", EXPECTED, "--seconds", "130", expect=140, at=54),
     timing("kv.variants", "kv.variants", EXPECTED, "--seconds", "100", expect=110, at=37),
     timing("kv.whole", "kv.measure", EXPECTED, expect=300, at=90, limit=560),
 )  # fmt: skip
@@ -114,7 +113,7 @@ SERVED = (
         python("e2e.serve", EXPECTED, "--url", "http://127.0.0.1:{port}0/v1", "--requests",
                "1,4,16", "--prefill", "32768", "--limit", "240", "--beside", " ".join(WORKER),
                "--", *HEAD),
-        130, 360, 35, gpus=2, env={**NCCL, **LOCAL}, needs=READY, after=WARM,
+        190, 360, 35, gpus=2, env={**NCCL, **LOCAL}, needs=READY, after=WARM,
     ),
 )  # fmt: skip
 
@@ -133,13 +132,14 @@ OTHERS = (
            "--tiny", "{work}/tiny", expect=120, at=13, limit=420, needs=("tiny",), after=WARM,
            beside_gib=85),
     timing("drafting.methods", *DRAFTING, "--only", "methods,soak,planted", "--budget-s", "480",
-           "--at-once", "5", expect=380, at=41, limit=520, after=WARM, beside_gib=80),
+           "--at-once", "9", expect=240, at=41, limit=520, after=WARM, beside_gib=90),
     timing("drafting.pack", *DRAFTING, "--only", "pack", expect=190, at=39),
-    timing("drafting.time", *DRAFTING, "--only", "time", "--packed", "{work}/drafter", expect=80,
-           at=40, needs=("folders",), after=WARM),
-    timing("kv.text", "kv.visit", "{work}/kv", "--only", "text,turns", "--seconds", "370",
-           "--expected", EXPECTED, "--tiny", "{work}/tiny", expect=250, at=38, limit=390,
+    timing("drafting.time", *DRAFTING, "--only", "time", expect=80, at=40, after=WARM),
+    timing("kv.text", "kv.visit", "{work}/kv", "--only", "text", "--seconds", "240",
+           "--expected", EXPECTED, "--tiny", "{work}/tiny", expect=140, at=38, limit=260,
            needs=("tiny",), after=WARM, beside_gib=50),
+    timing("kv.turns", "kv.visit", "{work}/kv-turns", "--only", "turns", "--seconds", "160",
+           "--expected", EXPECTED, expect=60, at=38, limit=170, after=WARM, beside_gib=30),
     timing("options", "e2e.draft_options", "--out", EXPECTED, "--budget-s", "500", expect=200,
            at=59, limit=560, after=WARM),
     timing("options.soak", "e2e.draft_options", "--out", EXPECTED, "--soak", "2000",

@@ -5,7 +5,7 @@
     python -m h200.run OUT --plan one,two,three --gpus 0,1 --dry-run
 
 Logs and results go to OUT, what they say into OUT/verdicts.json and a line per job, everything also
-into OUT/all.tar.xz at the end; then OUT/jit.tar.xz gets what engines compiled (`h200.caches`). All
+into OUT/all.tar.xz at the end; then OUT/jit-*.tar.xz get what engines compiled (`h200.caches`). All
 of that is over after `--budget-s`. WORK/done names the jobs that succeeded: a later run on the same
 machine leaves them out unless `--only` names them. `--list` shows the table, with `--json` for
 programs; `--dry-run` shows when each job would start, several plans as calls one after the other.
@@ -76,8 +76,8 @@ def names_in(path: Path) -> frozenset[str]:
 
 def tried(options: argparse.Namespace) -> frozenset[str]:
     """Jobs that need not be followed: what ended before, and warming where caches were carried."""
-    warm = (options.files / caches.ARCHIVE).is_file()
-    return names_in(options.work / "tried") | (frozenset({"warm"}) if warm else frozenset())
+    warm = frozenset({"warm"} if caches.archives(options.files) else ())
+    return names_in(options.work / "tried") | warm
 
 
 def keep(name: str, process: Any, seconds: float, work: Path) -> None:

@@ -11,9 +11,9 @@ FLAGS = ("passed", "within", "met", "attention_text_passed", "kernel_tests_passe
          "planted_caught", "soak_fine")  # fmt: skip
 FIGURES = ("pack_s", "pack_gib", "draft_ms", "sampled_p", "soak_steps", "prefix_reuse_second_turn",
            "decode_worst_ratio", "prefill_worst_ratio", "start_s", "used_gib")  # fmt: skip
-SHAPE = ("kind", "scheme", "requests", "tokens", "context")
+SHAPE = ("kind", "scheme", "requests", "tokens", "context", "choice")
 MEASURED = ("step_ms", "kl", "seconds", "tokens_per_s", "error")
-MOST_ROWS = 12
+MOST_ROWS = 20
 WORDS = 160
 
 
@@ -50,8 +50,9 @@ def figures(result: Any) -> list[str]:
         found += [f"{key} {short(known[key])}" for key in FIGURES if known.get(key) is not None]
         rows = result.get("rows", [])
     for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, Mapping) and any(key in row for key in MEASURED):
-            parts = [f"{key} {short(row[key])}" for key in (*SHAPE, *MEASURED) if key in row]
+        if isinstance(row, Mapping) and any(key in row for key in ("choice", *MEASURED)):
+            shown = (*SHAPE, *MEASURED, "us")
+            parts = [f"{key} {short(row[key])}" for key in shown if key in row]
             found.append(" ".join(parts))
     rest = len(found) - MOST_ROWS
     return [*found[:MOST_ROWS], *([f"{rest} more"] if rest > 0 else [])]

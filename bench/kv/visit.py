@@ -47,7 +47,8 @@ class Step:
 def steps(work: Path, tiny: Path | None = None) -> list[Step]:
     text = ("-m", "e2e.attention_text", str(work / "text"), "--out", str(work / "text.json"),
             "--tiny", str(tiny or work), "--at-once", "3", "--memory-gib", "8")  # fmt: skip
-    turns = ("-m", "kvcache.turns", str(work / "turns"), "--out", str(work / "turns.json"))
+    turns = ("-m", "kvcache.turns", str(work / "turns"), "--out", str(work / "turns.json"),
+             "--memory-gib", "8")  # fmt: skip
     kernels = ("-m", "kv.measure", str(work / "kernels.json"), "--seconds", "{left}")
     return [
         Step("tests", ("-m", "pytest", *PYTEST, *TESTS), 100),

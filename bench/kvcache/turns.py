@@ -1,6 +1,6 @@
 """What the second turn of a chat of 7,760 tokens reuses, with DFlash2 on, and that it is right.
 
-    python -m kvcache.turns WORK --out bench/expected/h200-1x/kv.json
+    python -m kvcache.turns WORK --out bench/expected/h200-1x/kv.json [--memory-gib 8]
 
 One engine in this machine serves the trained miniature `full-4bpw` and its drafter, given a window
 of 2,048 tokens as the published one has, with blocks of 5,120 tokens as at TP 2 on SM120 and a
@@ -26,8 +26,9 @@ TARGET = 0.95
 WINDOW, GRAIN, BLOCK = 2048, 256, 5120
 
 
-def job(drafter: Path, length: int) -> dict[str, Any]:
-    engine = {
+def job(drafter: Path, length: int, memory_gib: float = 0.0) -> dict[str, Any]:
+    """What `prefix_job` is asked for; `memory_gib` of KV cache where the GPU is shared."""
+    engine: dict[str, Any] = {
         "model": str(MODEL / "full-4bpw"),
         "max_model_len": 8192,
         "max_num_seqs": 4,
@@ -40,6 +41,9 @@ def job(drafter: Path, length: int) -> dict[str, Any]:
             "num_speculative_tokens": 7,
         },
     }
+    if memory_gib:
+        engine["kv_cache_memory_bytes"] = int(memory_gib * 2**30)
+        engine["gpu_memory_utilization"] = 0.1
     return {"engine": engine, "turns": {"length": length, "answer": 24, "question": 60}}
 
 
@@ -49,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("work", type=Path)
     made.add_argument("--out", type=Path, required=True)
     made.add_argument("--length", type=int, default=7760)
+    made.add_argument("--memory-gib", type=float, default=0.0, help="of KV cache; 0: vLLM's")
     made.add_argument("--machine", default="")
     return made
 
@@ -59,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     drafter = asked.work / "sliding"
     if not drafter.exists():
         slide(MODEL / "drafter", drafter, WINDOW)
-    found = run_job(asked.work, "turns", job(drafter, asked.length))
+    found = run_job(asked.work, "turns", job(drafter, asked.length, asked.memory_gib))
     turns = found["turns"]
     record = json.loads(asked.out.read_text()) if asked.out.exists() else {}
     record |= {

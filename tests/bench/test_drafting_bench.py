@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from e2e import draft_pack, draft_rows, drafting, methods, sampled
+from e2e import draft_pack, draft_rows, draft_time, drafting, methods, sampled
 from e2e.draft_time import speculator_of
 
 
@@ -41,6 +41,29 @@ def test_a_packed_drafter_of_the_real_dims_stays_below_a_gib(tmp_path: Path) -> 
     dense = total_bytes(index.tensors.values()) - 2 * weights
     assert weights // 256 == 4_055_040
     assert dense + weights * 6 // 8 + scales < draft_pack.LIMIT_GIB * 2**30
+
+
+def test_without_a_drafter_the_time_is_that_of_one_that_fits_the_cut_target(
+    tmp_path: Path,
+) -> None:
+    from glm_exl3.format.drafting import Pair, dflash_problems
+    from glm_exl3.format.metadata import CheckpointIndex
+
+    options = draft_time.parser().parse_args(["--out", "x"])
+    target, drafter = draft_time.write_models(options, tmp_path)
+    text = json.loads((target / "config.json").read_text())["text_config"]
+    assert text["num_hidden_layers"] == options.layers
+    config = json.loads((drafter / "config.json").read_text())
+    assert dflash_problems(Pair(text, config, draft_time.TOKENS, 1)) == []
+    assert max(config["dflash_config"]["target_layer_ids"]) < options.layers
+    assert any(name.endswith(".trellis") for name in CheckpointIndex.read(drafter).tensors)
+
+
+def test_a_drafter_that_is_given_is_taken(tmp_path: Path) -> None:
+    options = draft_time.parser().parse_args([str(tmp_path / "mine"), "--out", "x"])
+    options.layers = 2
+    assert draft_time.write_models(options, tmp_path)[1] == tmp_path / "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 def test_the_planted_biases_are_what_they_say() -> None:
@@ -127,10 +150,14 @@ def test_each_stage_of_the_driver_reads_its_own_result(tmp_path: Path) -> None:
 def test_every_command_of_the_driver_is_one_that_its_program_takes(tmp_path: Path) -> None:
     """The programs themselves parse what the driver would run, and say so by their help."""
     parsers = {"e2e.methods": methods.parse, "e2e.sampled": sampled.parse}
+    drawn = set[tuple[int, int]]()
     for stage in drafting.stages(tmp_path, tmp_path / "packed"):
         if stage.command[0] in parsers:
             made = parsers[stage.command[0]]([*stage.command[1:], "--out", "x"])
             assert made.memory_gib > 0 and made.plain.parent == tmp_path
+            drawn.add((made.draws, made.contexts))
+    ((draws, contexts),) = drawn  # else the answers without drafting belong to another job
+    assert draws * contexts * len(methods.VERIFIED) >= 20_000
 
 
 def fake(work: Path, seconds: float, code: int = 0) -> tuple[str, ...]:

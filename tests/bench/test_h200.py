@@ -6,11 +6,9 @@ import argparse
 import dataclasses
 import importlib
 import json
-import lzma
 import shlex
 import sys
 import tarfile
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 import pytest
 
 from e2e.plugged import ROOT
-from h200 import caches, carry, plans, prepare, programs, verdicts
+from h200 import caches, plans, programs, verdicts
 from h200 import run as runner
 from h200.job import Job
 from h200.run import JOBS, filled
@@ -29,8 +27,14 @@ NAMES |= {"python": "PYTHON", "root": str(ROOT), "name": "NAME", "port": "2012"}
 NAMES |= {"gpu0": "0", "gpu1": "1"}
 COUNTS = {"e2e.router": 1, "e2e.seam": 1, "e2e.kda": 1, "e2e.inside": 2, "kernels.products": 0}
 COUNTS |= {"kernels.small": 0}
+CALL_S = 565
 """Programs that read their arguments by place, and how many they take."""
 TARGETLESS = frozenset({"pytest", "torch.distributed.run"})
+ENGINES = frozenset({
+    "e2e.inside", "e2e.serve", "e2e.gpu_text", "e2e.drafting", "e2e.draft_options", "e2e.hybrid",
+    "kv.visit",
+})  # fmt: skip
+"""Programs whose engines may draft with DFlash2, which needs FlashInfer's choice of tokens."""
 
 
 class Parsed(Exception):  # noqa: N818 - it ends a program where its work would begin
@@ -85,10 +89,11 @@ def test_every_stage_of_a_longer_program_takes_its_arguments(
     from e2e import drafting
     from kv import visit
 
-    for stage in drafting.stages(Path("/made-up"), Path("/made-up/packed")):
-        name, *given = (*stage.command, *stage.flag, "/made-up/result.json")
-        with monkeypatch.context() as patch:
-            understand(name, given, patch)
+    for packed in (None, Path("/made-up/packed")):
+        for stage in drafting.stages(Path("/made-up"), packed):
+            name, *given = (*stage.command, *stage.flag, "/made-up/result.json")
+            with monkeypatch.context() as patch:
+                understand(name, given, patch)
     for step in visit.steps(Path("/made-up")):
         _, name, *given = (word.replace("{left}", "100") for word in step.command)
         if name not in TARGETLESS:
@@ -116,7 +121,7 @@ def test_vllm_knows_every_engine_argument_and_the_bench_every_measurement() -> N
 
     known = {one.name for one in dataclasses.fields(EngineArgs)}
     engines = [dict(job.data) for job in JOBS if job.data and "engine" in job.data]
-    assert not set(turns.job(Path("/made-up"), 100)["engine"]) - known
+    assert not set(turns.job(Path("/made-up"), 100, 8)["engine"]) - known
     for asked in [*engines, {"engine": ENGINE, "measure": MEASURES}]:
         assert not set(asked["engine"]) - known
         assert all(hasattr(Bench, row["kind"]) for row in asked["measure"])
@@ -154,7 +159,7 @@ def test_the_plans_of_a_visit_fit_and_leave_nothing() -> None:
     for name in ("one", "two", "three"):
         every = plans.planned([name], JOBS, tried=done)
         jobs = [job for job in every if job.name not in done or job.vital]
-        starts = plan(jobs, (0, 1), 570 - runner.PACKING_S, done)
+        starts = plan(jobs, (0, 1), CALL_S - runner.PACKING_S, done)
         assert set(starts) == {job.name for job in jobs} >= set(plans.PLANS[name]) - done
         for job in jobs:
             assert all(
@@ -163,12 +168,35 @@ def test_the_plans_of_a_visit_fit_and_leave_nothing() -> None:
         done |= set(starts)
 
 
+def test_the_call_of_two_gpus_fits_on_a_machine_that_got_caches_only() -> None:
+    jobs = plans.planned(["three"], JOBS, tried={"warm"})
+    starts = plan(jobs, (0, 1), CALL_S - runner.PACKING_S)
+    assert set(starts) == {job.name for job in jobs} >= set(plans.THREE)
+
+
+def engines(jobs: Sequence[Job]) -> list[Job]:
+    """Those of `jobs` that start an engine."""
+    found = [job for job in jobs if {name for name, _ in modules(job)} & ENGINES]
+    step = [job for job in jobs if job.name == "recode.step"]
+    return [job for job in found if job.name != "drafting.pack"] + step
+
+
+@pytest.mark.parametrize("name", plans.PLANS)
+def test_no_engine_starts_before_flashinfers_module_is_there(name: str) -> None:
+    jobs = plans.planned([name], JOBS)
+    assert engines(jobs)
+    starts = plan(jobs, (0, 1), 3600)
+    ready = starts["flashinfer"] + next(j.expect_s for j in jobs if j.name == "flashinfer")
+    assert all(starts[job.name] >= ready for job in engines(jobs))
+    assert all("flashinfer" in job.after for job in engines(JOBS))
+
+
 def test_no_job_is_planned_twice_and_every_plan_works_on_a_bare_machine() -> None:
     names = [name for one in plans.PLANS.values() for name in one]
     assert len(set(names)) == len(names) and set(names) <= {job.name for job in JOBS}
     for name in plans.PLANS:
         first = [job.name for job in plans.planned([name], JOBS)]
-        assert {"library", "caches", "warm"} <= set(first)
+        assert {"library", "caches", "flashinfer", "warm"} <= set(first)
         assert first.index("library") < first.index("warm")
     later = plans.planned(["two"], JOBS, tried=("warm", "edits"))
     assert not {"warm", "edits"} & {job.name for job in later}
@@ -270,6 +298,8 @@ def test_a_later_call_repeats_what_is_vital_only(
         ({"rows": [{"kind": "decode", "requests": 1, "step_ms": 10.651}]}, None,
          "kind decode requests 1 step_ms 10.65"),
         ([{"scheme": "int8", "kl": 0.00075}], None, "scheme int8 kl 0.00075"),
+        ({"rows": [{"kind": "allreduce", "tokens": 8, "choice": "custom", "us": 7.125}]}, None,
+         "kind allreduce tokens 8 choice custom us 7.125"),
         ({"greedy_equal": True, "planted_caught": False}, False, ""),
         (None, None, ""),
     ],
@@ -279,113 +309,6 @@ def test_a_verdict_is_what_the_result_says(result: Any, passed: bool | None, fig
     assert found["passed"] is passed
     assert figure in "; ".join(found["figures"])
     assert verdicts.verdict(124, 12, result, "")["passed"] is False
-
-
-def caches_at(root: Path) -> dict[str, str]:
-    return {key: str(root / name) for name, key in caches.VARIABLES.items()}
-
-
-def test_compiled_kernels_come_back_and_are_restored(tmp_path: Path) -> None:
-    here, there, work, out = (tmp_path / name for name in ("here", "there", "work", "out"))
-    for folder in (work, out, here / "flashinfer/ops/topk", here / "torch/exllamav3_ext"):
-        folder.mkdir(parents=True)
-    (here / "flashinfer/ops/topk/topk.so").write_bytes(b"code")
-    (here / "flashinfer/ops/topk/topk.lock").touch()
-    (here / "torch/exllamav3_ext/exllamav3_ext.so").write_bytes(b"peer")
-    env = caches_at(here)
-    caches.pack(out, work, env)
-    assert {path.name for path in out.iterdir()} == {"jit.tar.xz", "peer.tar.xz"}
-    other = tmp_path / "work2"
-    other.mkdir()
-    assert caches.restore(out, other, caches_at(there)) == 1
-    restored = there / "flashinfer/ops/topk/topk.so"
-    assert restored.read_bytes() == b"code"
-    built = (here / "flashinfer/ops/topk/topk.so").stat().st_mtime_ns
-    assert restored.stat().st_mtime_ns == built // 10**9 * 10**9
-    assert not (there / "torch").exists()
-    for path in out.iterdir():
-        path.unlink()
-    caches.pack(out, work, env)  # nothing was added since
-    caches.pack(out, other, caches_at(there))
-    assert not [*out.iterdir()]
-    (here / "triton").mkdir()
-    (here / "triton/kernel.cubin").touch()
-    caches.pack(out, work, env)
-    assert [path.name for path in out.iterdir()] == ["jit.tar.xz"]
-
-
-def test_an_archive_that_is_too_large_is_not_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(range(256)))
-    assert not caches.write(tmp_path / "jit.tar.xz", [("file", tmp_path / "file")], limit=10)
-    assert not (tmp_path / "jit.tar.xz").exists()
-
-
-def test_wheels_are_unpacked_beside_the_peers(tmp_path: Path) -> None:
-    files, work = tmp_path / "files", tmp_path / "work"
-    files.mkdir()
-    for name in (prepare.WHEEL, "pycountry-26.2.16-py3-none-any.whl"):
-        with zipfile.ZipFile(files / name, "w") as made:
-            made.writestr(f"{name.partition('-')[0]}/data.json", "{}")
-    for _ in range(2):
-        prepare.site(files, work)
-    assert [path.name for path in (work / "site").iterdir()] == ["pycountry"]
-    assert carry.missing(files) == ["marisa_trie==1.4.1", "gguf==0.19.0"]
-    assert f"{carry.WHEELS[0].replace('==', '-')}-py3-none-any.whl" == prepare.WHEEL
-
-
-@pytest.mark.parametrize(("codes", "kept"), [([0], True), ([1, 0], False)])
-def test_the_peers_extension_is_carried_or_compiled(
-    codes: list[int], kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`codes` are the exit statuses of importing it, first the carried one."""
-    files, work = tmp_path / "files", tmp_path / "work"
-    for folder in (files, work):
-        folder.mkdir()
-    with zipfile.ZipFile(files / prepare.WHEEL, "w") as made:
-        made.writestr("exllamav3/ext.py", "")
-    extension = tmp_path / f"{caches.PEER_MODULE}.so"
-    extension.touch()
-    caches.write(files / "peer.tar.xz", [(extension.name, extension)])
-    monkeypatch.setenv("PYTHONPATH", "")
-    left = list(codes)
-    monkeypatch.setattr(prepare, "imports", lambda _: left.pop(0))
-    prepare.peer_package(files, work)
-    assert not left
-    assert (work / "peer" / extension.name).exists() is kept
-    assert (work / "peer.packed").exists() is kept  # else it is brought back
-
-
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: bytes) -> Path:
-    """FILES with a carried library; `source` stands for it, and Python for torch's loader."""
-    from glm_exl3.ops import ext
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(ext, "SHIPPED", tmp_path / "absent.so")
-    monkeypatch.setattr(prepare, "LOAD", "import sys; exec(open(sys.argv[1]).read())")
-    files = tmp_path / "files"
-    files.mkdir()
-    (files / f"{ext.LIBRARY_NAME}.xz").write_bytes(lzma.compress(source))
-    (files / "digest").write_text(ext.source_digest())
-    return files
-
-
-def test_the_carried_library_is_unpacked_and_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from glm_exl3.ops import ext
-
-    prepare.library(library(tmp_path, monkeypatch, b"pass"), tmp_path)
-    assert ext.cached_library().read_bytes() == b"pass"
-
-
-def test_a_library_that_does_not_load_ends_the_job_and_is_taken_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from glm_exl3.ops import ext
-
-    with pytest.raises(SystemExit, match="does not load"):
-        prepare.library(library(tmp_path, monkeypatch, b"raise OSError('no symbol')"), tmp_path)
-    assert ext.find_library() is None
 
 
 def test_placeholders_are_filled_at_every_depth() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kv import measure, visit
-from kvcache import sequences
+from kvcache import sequences, turns
 
 
 def row(kind: str, ratio: float | None) -> dict[str, Any]:
@@ -50,6 +50,15 @@ def test_a_step_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
     step = visit.Step("hangs", ("-c", code), 1.0)
     assert visit.run(step, tmp_path, 100.0) == (visit.TIMED_OUT, "")
     assert visit.run(visit.Step("says", ("-c", "print('x\\ny')"), 60), tmp_path, 60.0) == (0, "y")
+
+
+def test_the_second_turn_leaves_room_for_others_on_its_gpu(tmp_path: Path) -> None:
+    step = next(one for one in visit.steps(tmp_path) if one.name == "turns")
+    asked = turns.parser().parse_args(step.command[2:])
+    engine = turns.job(tmp_path, asked.length, asked.memory_gib)["engine"]
+    assert engine["kv_cache_memory_bytes"] == 8 * 2**30
+    assert engine["gpu_memory_utilization"] == 0.1
+    assert "gpu_memory_utilization" not in turns.job(tmp_path, asked.length)["engine"]
 
 
 def test_figures_are_those_of_steps_that_ran(tmp_path: Path) -> None:
