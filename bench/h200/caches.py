@@ -21,7 +21,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
@@ -35,9 +36,10 @@ VARIABLES = {
 PEER_MODULE, PEER_KERNELS = "exllamav3_ext", "exl3_peer.so"
 LEFT_OUT = (".lock", ".log", ".tmp", ".pyc")
 LIMIT_BYTES = 15 * 2**20
-RAW_LIMIT_BYTES = 400 * 2**20
+CHUNK_BYTES = 4 * 2**20  # before xz; compressed side by side
 MOST_ARCHIVES = 4  # beside the results and the peer's two: eight files come back from a visit
 WHOLE, STAMP = "jit.tar.xz", "jit.stamp"
+END = lzma.compress(bytes(2 * tarfile.BLOCKSIZE))
 Entry = tuple[str, Path]
 
 
@@ -74,37 +76,50 @@ def compressed(raw: bytes) -> bytes:
     return lzma.compress(raw, preset=1)
 
 
-def packed(kept: Iterable[Entry]) -> tuple[int, bytes]:
-    """The archive of `kept` and its size before xz; nothing where that is too large already."""
+def packed(kept: Iterable[Entry]) -> bytes:
+    """A part of an archive: `kept` without the blocks that end it."""
     raw = io.BytesIO()
-    with tarfile.open(fileobj=raw, mode="w") as tar:
-        for name, path in kept:
-            info = tar.gettarinfo(path, name)
-            info.mtime = int(info.mtime)  # ninja makes again what is newer than its log says
-            with path.open("rb") as file:
-                tar.addfile(info, file)
-    return raw.tell(), compressed(raw.getvalue()) if raw.tell() <= RAW_LIMIT_BYTES else b""
+    tar = tarfile.open(fileobj=raw, mode="w")  # noqa: SIM115 - closing it would write the end
+    for name, path in kept:
+        info = tar.gettarinfo(path, name)
+        info.mtime = int(info.mtime)  # ninja makes again what is newer than its log says
+        with path.open("rb") as file:
+            tar.addfile(info, file)
+    return compressed(raw.getvalue())
 
 
-def pieces(kept: Sequence[Entry], limit: int = LIMIT_BYTES) -> list[bytes]:
+def chunks(kept: Iterable[Entry], size: int = CHUNK_BYTES) -> Iterator[list[Entry]]:
+    """`kept` in its order in parts of about `size` bytes; files of one folder stay together."""
+    part: list[Entry] = []
+    for _, group in groupby(kept, lambda one: one[0].rpartition("/")[0]):
+        part += group
+        if sum(path.stat().st_size for _, path in part) >= size:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def pieces(
+    kept: Sequence[Entry], limit: int = LIMIT_BYTES, chunk: int = CHUNK_BYTES
+) -> list[bytes]:
     """`kept` in as many archives as needed, none larger than `limit` bytes, in its order.
 
-    Files of one folder stay together; a folder that is too large alone is left out and named.
+    Every part is compressed once, and xz streams may follow each other in a file. A part that is
+    too large alone is left out and named.
     """
-    raw, whole = packed(kept)
-    if whole and len(whole) <= limit:
-        return [whole]
-    groups = [list(group) for _, group in groupby(kept, lambda one: one[0].rpartition("/")[0])]
-    if len(groups) == 1:
-        print(f"{kept[0][0]} and what is beside it: {raw >> 20} MiB, "
-              f"{len(whole) >> 20} MiB packed: left out")  # fmt: skip
-        return []
-    sizes = [sum(path.stat().st_size for _, path in group) for group in groups]
-    middle = 1
-    while middle < len(groups) - 1 and sum(sizes[: middle + 1]) <= sum(sizes) / 2:
-        middle += 1
-    halves = groups[:middle], groups[middle:]
-    return [one for half in halves for one in pieces([e for group in half for e in group], limit)]
+    parts = list(chunks(kept, chunk))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        streams = list(pool.map(packed, parts))
+    made, room = list[bytes](), limit - len(END)
+    for part, stream in zip(parts, streams, strict=True):
+        if len(stream) > room:
+            print(f"{part[0][0]} and what is beside it, {len(stream) >> 20} MiB packed: left out")
+        elif made and len(made[-1]) + len(stream) <= room:
+            made[-1] += stream
+        else:
+            made.append(stream)
+    return [one + END for one in made]
 
 
 def write(target: Path, data: bytes) -> None:

@@ -63,7 +63,7 @@ def test_what_was_compiled_comes_back_in_archives_below_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = 50_000
-    monkeypatch.setattr(caches.pieces, "__defaults__", (limit,))
+    monkeypatch.setattr(caches.pieces, "__defaults__", (limit, 1))
     env, there = compiled(tmp_path / "here", 5), caches_at(tmp_path / "there")
     out, work, other = (tmp_path / name for name in ("out", "work", "work2"))
     for folder in (out, work, other):
@@ -86,7 +86,7 @@ def test_what_was_compiled_comes_back_in_archives_below_the_limit(
 def test_what_is_cheapest_to_compile_again_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(caches.pieces, "__defaults__", (25_000,))
+    monkeypatch.setattr(caches.pieces, "__defaults__", (25_000, 1))
     env = compiled(tmp_path / "here", 7)
     out, work = tmp_path / "out", tmp_path / "work"
     out.mkdir(), work.mkdir()
@@ -96,7 +96,7 @@ def test_what_is_cheapest_to_compile_again_is_left_out(
     assert caches.restore(out, work, caches_at(tmp_path / "there")) == caches.MOST_ARCHIVES
     assert (tmp_path / "there/flashinfer/module.so").is_file()
     said = capsys.readouterr().out
-    assert "triton/kernel0/code.cubin and what is beside it: 0 MiB" in said
+    assert "triton/kernel0/code.cubin and what is beside it, 0 MiB packed: left out" in said
     assert "3 more archives of compiled kernels: left out" in said
 
 
