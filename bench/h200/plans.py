@@ -14,7 +14,7 @@ from h200.job import Job
 
 ONE = (
     "library", "site", "caches", "flashinfer", "tiny", "folders", "warm", "peer.package",
-    "every-lane", "peer.kernels", "gpu-tests", "memcheck", "racecheck.every-lane", "edits",
+    "one-lane", "peer.kernels", "gpu-tests", "memcheck", "racecheck", "edits",
     "drafting.pack", "text.one", "text.two", "recode.nano",
 )  # fmt: skip
 TWO = ("kv.text", "kv.variants", "recode.step")
@@ -22,7 +22,7 @@ THREE = (
     "gpu-tests.two", "pair.served", "pair.step", "pair.verify7", "kv", "recode.projections",
 )  # fmt: skip
 MORE = (
-    "drafting.time", "kv.turns", "drafting.methods", "compare.every-lane", "full.verify7",
+    "drafting.time", "kv.turns", "drafting.methods", "compare.one-lane", "full.verify7",
     "peer.engine45", "full.step", "full.window", "full.fused", "full.together-fused", "full.steer",
     "verify.3", "verify.5", "verify.8",
 )  # fmt: skip
