@@ -65,6 +65,12 @@ def waits(job: Job, state: State, pending: Sequence[Job]) -> bool:
     return any(n in needed for n in job.needs) or any(n in followed for n in job.after)
 
 
+def ready_at(job: Job, state: State) -> float | None:
+    """When the last running job that `job` waits for should end; None where none of them runs."""
+    before = {*job.needs, *job.after}
+    return max((one.until_s for one in state.running if one.job.name in before), default=None)
+
+
 def lacks(job: Job, state: State, done: Collection[str], names: Collection[str]) -> str | None:
     """The needed job without which `job` cannot run any more: failed, or not in the table."""
     for need in job.needs:
@@ -87,7 +93,11 @@ def next_job(
     names |= set(state.ended)
     held_until: float | None = None
     for job in sorted(pending, key=lambda job: job.priority):
-        if lacks(job, state, done, names) or waits(job, state, pending) or not fits(job, state):
+        if lacks(job, state, done, names) or not fits(job, state):
+            continue
+        if waits(job, state, pending):
+            if job.gpus > 1 and held_until is None:
+                held_until = ready_at(job, state)
             continue
         gpus = place(job, state)
         patient = held_until is None or job.gpus == 0

@@ -20,7 +20,7 @@ from h200 import caches, plans, programs, verdicts
 from h200 import run as runner
 from h200.job import Job
 from h200.run import JOBS, filled
-from h200.schedule import State, next_job, plan, takes
+from h200.schedule import Running, State, next_job, plan, takes
 
 NAMES = {name: f"/made-up/{name}" for name in ("out", "work", "files")}
 NAMES |= {"python": "PYTHON", "root": str(ROOT), "name": "NAME", "port": "2012"}
@@ -218,9 +218,15 @@ def test_a_job_follows_what_failed_but_needs_what_succeeded() -> None:
     assert next_job([*pending, first], late, ()) == (pending[0], (0,))
 
 
-def test_jobs_without_times_share_a_gpu_with_each_other_only() -> None:
-    from h200.schedule import Running
+def test_nothing_long_starts_while_a_job_of_two_gpus_waits_for_what_runs() -> None:
+    pair = job("pair", gpus=2, needs=("folders",), priority=1)
+    pending = [pair, job("long", expect_s=90, priority=2), job("short", expect_s=20, priority=3)]
+    folders = Running(job("folders", gpus=0), (), 30)
+    found = next_job(pending, State(0, 500, (0, 1), (folders,)), ())
+    assert found is not None and found[0].name == "short"
 
+
+def test_jobs_without_times_share_a_gpu_with_each_other_only() -> None:
     shared = [Running(job("a", exclusive=False, gib=80), (0,), 9)]
     assert takes(job("b", exclusive=False, gib=50), 0, shared)
     assert not takes(job("c", exclusive=False, gib=60), 0, shared)
