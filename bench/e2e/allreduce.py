@@ -31,14 +31,25 @@ class Clock(Protocol):
 
 
 def choices(communicator: Any, values: Any) -> Ways:
-    """vLLM's ways for `values` (bf16 [tokens, hidden]) by name; None where one does not take it."""
+    """vLLM's ways for `values` (bf16 [tokens, hidden]) by name; None where one does not take it.
+
+    Where vLLM has no NCCL of its own it falls back to that of torch's process group.
+    """
+    import torch
+
     custom, nccl = communicator.ca_comm, communicator.pynccl_comm
     out = values.clone()
     ours = custom is not None and custom.should_custom_ar(values)
-    theirs = nccl is not None and not nccl.disabled
+
+    def by_nccl() -> None:
+        if nccl is not None and not nccl.disabled:
+            nccl.all_reduce(values, out)
+        else:
+            torch.distributed.all_reduce(out, group=communicator.device_group)
+
     return [
         ("custom", (lambda: custom.custom_all_reduce(values)) if ours else None),
-        ("nccl", (lambda: nccl.all_reduce(values, out)) if theirs else None),
+        ("nccl", by_nccl),
     ]
 
 

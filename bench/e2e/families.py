@@ -13,10 +13,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 FAMILIES: tuple[tuple[str, str], ...] = (
-    ("all-reduce", r"all_?reduce|nccl|all_?gather|reduce_scatter|one_?shot|two_?shot|multimem"),
+    (
+        "all-reduce",
+        r"all_?reduce|cross_device_reduce|nccl|all_?gather|reduce_scatter|one_?shot|two_?shot|multimem",
+    ),
     ("experts", r"moe_(gate_up|down|rotate)|prefill_(mma_)?kernel|route_kernel|down_scale_kernel"),
     ("experts", r"combine_kernel|rotate_pairs|moe_align"),
-    ("recoded linears", r"_rows_kernel|dynamic_per_token_scaled|scaled_mm"),
+    ("recoded linears", r"(byte)?_rows_kernel|dynamic_per_token_scaled|scaled_mm"),
     (
         "packed linears",
         r"linear_few|linear_parts|rotate_(tokens|parts)|dequant_kernel|hadamard|had_kernel",

@@ -88,8 +88,10 @@ SERVE = (
     "{python}", "-m", "vllm.entrypoints.cli.main", "serve", "{work}/pair", "--load-format",
     "exl3_dummy", "--language-model-only", "--max-model-len", "40960", "--max-num-batched-tokens",
     "8192", "--max-num-seqs", "16", "--gpu-memory-utilization", "0.95", "--tensor-parallel-size",
-    "2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", "{port}1",
+    "2", "--disable-custom-all-reduce", "--nnodes", "2", "--master-addr", "127.0.0.1",
+    "--master-port", "{port}1",
 )  # fmt: skip
+"""Two nodes of one GPU each on one host: custom all-reduce would look for a peer it cannot see."""
 WORKER = ("env", "CUDA_VISIBLE_DEVICES={gpu1}", *SERVE, "--node-rank", "1", "--headless")
 HEAD = ("env", "CUDA_VISIBLE_DEVICES={gpu0}", *SERVE, "--node-rank", "0", "--port", "{port}0")
 LOCAL = {

@@ -31,6 +31,8 @@ RESULTS = sorted((ROOT / "bench" / "expected").glob("*/e2e.json"))
         ("_causal_conv1d_update_kernel", "KDA"),
         ("sm90_fp8_paged_mqa_logits", "indexer"),
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "dense GEMM"),
+        ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 2>(vllm::RankData*)", "all-reduce"),
+        ("void exl3::byte_rows_kernel<true, 1>(ByteRowsArguments)", "recoded linears"),
         ("something nobody knows", "other"),
     ],
 )
