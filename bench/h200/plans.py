@@ -17,14 +17,16 @@ ONE = (
     "one-lane", "peer.kernels", "gpu-tests", "memcheck", "racecheck", "edits",
     "drafting.pack", "text.one", "text.two", "recode.nano",
 )  # fmt: skip
-TWO = ("kv.text", "kv.variants", "recode.step")
+TWO = (
+    "pair.served", "pair.verify7", "recode.projections", "kv", "drafting.time", "kv.turns",
+)  # fmt: skip
 THREE = (
-    "gpu-tests.two", "pair.served", "pair.step", "pair.verify7", "kv", "recode.projections",
+    "drafting.methods", "recode.step", "full.verify7", "peer.engine8", "peer.engine45",
 )  # fmt: skip
 MORE = (
-    "drafting.time", "kv.turns", "drafting.methods", "compare.one-lane", "full.verify7",
-    "peer.engine45", "full.step", "full.window", "full.fused", "full.together-fused", "full.steer",
-    "verify.3", "verify.5", "verify.8",
+    "full.step", "full.window", "full.fused", "full.together-fused", "verify.3", "verify.5",
+    "verify.8", "pair.step", "full.steer", "compare.one-lane", "kv.text", "kv.variants",
+    "gpu-tests.two",
 )  # fmt: skip
 PLANS: Mapping[str, tuple[str, ...]] = {"one": ONE, "two": TWO, "three": THREE, "more": MORE}
 
