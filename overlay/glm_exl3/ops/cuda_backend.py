@@ -16,7 +16,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -47,11 +46,7 @@ TILED_TOKENS = 8192  # 16,384 at once took 2.6 times as long on an H200
 _GRAPHS = -1
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 _outgrown: list[torch.Tensor] = []
-
-
-def _ops() -> Any:
-    ext.load()
-    return torch.ops.glm_exl3_cuda
+_ops = ext.operators
 
 
 def has_fast_kernel(trellis: torch.Tensor, codebook: Codebook) -> bool:

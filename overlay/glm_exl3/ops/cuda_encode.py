@@ -22,8 +22,7 @@ def encode_tiles(tiles: torch.Tensor, bits: int, codebook: Codebook) -> torch.Te
         raise ValueError(f"K must be an integer from 1 to 8, got {bits}")
     if not torch.isfinite(tiles).all():
         raise ValueError("values to encode must be finite")
-    ext.load()
-    ops = torch.ops.glm_exl3_cuda
+    ops = ext.operators()
     flat = tiles.reshape(-1, TILE_ELEMENTS).to(torch.float32).contiguous()
     blocks = torch.cuda.get_device_properties(tiles.device).multi_processor_count
     floats = ops.encode_workspace(flat.shape[0], bits, blocks)

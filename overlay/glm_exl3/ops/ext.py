@@ -21,6 +21,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -242,6 +243,12 @@ def load() -> Path:
         path = _build_once((name,))
     torch.ops.load_library(str(path))
     return path
+
+
+def operators() -> Any:
+    """`torch.ops.glm_exl3_cuda`, its library loaded. Raises what `load` raises."""
+    load()
+    return torch.ops.glm_exl3_cuda
 
 
 def refusal(capability: tuple[int, int] | None) -> str | None:

@@ -22,7 +22,7 @@ from glm_exl3 import envs
 from glm_exl3.ops import ext, reference, tuning
 from glm_exl3.ref import recode
 
-STREAMED, ROWS, SCALED, WIDENED = "streamed", "rows", "scaled", "widened"
+STREAMED, ROWS, SCALED, WIDENED = tuning.STREAMED, "rows", "scaled", "widened"
 NATIVE_FP8 = (8, 9)
 STREAMED_TOKENS, STREAMED_UNIT = 16, 64  # of csrc/byte_rows.h
 
@@ -81,15 +81,15 @@ def path_for(matrix: RowCodes, capability: tuple[int, int], tokens: int) -> str:
 
 
 @cache
-def has_library() -> bool:
-    """Whether this project's CUDA kernels are here."""
-    return ext.find_library() is not None
+def has_kernels(device: torch.device) -> bool:
+    """Whether this project's CUDA kernels run on `device`, as they are or built at first use."""
+    return ext.refusal(torch.cuda.get_device_capability(device)) is None
 
 
 def can_stream(x: torch.Tensor) -> bool:
-    """Whether the CUDA kernel is there and serves the tokens, type and width of `x` [t, k]."""
+    """Whether the CUDA kernel can run and serves the tokens, type and width of `x` [t, k]."""
     few = x.shape[0] <= STREAMED_TOKENS and x.shape[1] % STREAMED_UNIT == 0
-    return few and x.dtype == torch.bfloat16 and has_library()
+    return few and x.dtype == torch.bfloat16 and has_kernels(x.device)
 
 
 def by_path(x: torch.Tensor, matrix: RowCodes, path: str) -> torch.Tensor:
@@ -106,10 +106,9 @@ def by_path(x: torch.Tensor, matrix: RowCodes, path: str) -> torch.Tensor:
 
 
 def _streamed(x: torch.Tensor, matrix: RowCodes) -> torch.Tensor:
-    ext.load()
     y = torch.empty((x.shape[0], matrix.codes.shape[0]), dtype=x.dtype, device=x.device)
     floats = matrix.scheme == "fp8"
-    torch.ops.glm_exl3_cuda.byte_rows(x.contiguous(), matrix.codes, matrix.scale, floats, y)
+    ext.operators().byte_rows(x.contiguous(), matrix.codes, matrix.scale, floats, y)
     return y
 
 

@@ -134,7 +134,7 @@ def test_the_kernel_serves_few_tokens_of_bf16_where_its_library_is(  # noqa: PLR
     can: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recoded, "has_library", lambda: library)
+    monkeypatch.setattr(recoded, "has_kernels", lambda _: library)
     assert recoded.can_stream(torch.zeros(tokens, k, dtype=dtype)) is can
 
 
