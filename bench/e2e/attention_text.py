@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e.child import run as run_alone
+from e2e.draft_rows import shared_memory
 from e2e.gpu_text import tiny_folders
 
 ROOT = Path(__file__).parents[2]
@@ -121,9 +122,7 @@ class Model:
             return {"error": "no time was left"}
         engine: dict[str, Any] = {"model": str(self.folder), "kv_cache_dtype": VLLM_NAMES[layout]}
         engine |= {"enable_prefix_caching": False, "max_num_batched_tokens": 512}
-        if self.options.memory_gib:
-            engine["kv_cache_memory_bytes"] = int(self.options.memory_gib * 2**30)
-            engine["gpu_memory_utilization"] = 0.1
+        engine |= shared_memory(self.options.memory_gib)
         out = self.options.work / f"{self.name}-{attention}-{layout}.json"
         found = run(self.job | {"engine": engine}, attention, out, left)
         if "error" in found:

@@ -71,6 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=64, help="requests at once")
 
 
+def shared_memory(gib: float) -> dict[str, Any]:
+    """Engine arguments for so much KV cache on a GPU that others use, too; 0: vLLM's own choice."""
+    if not gib:
+        return {}
+    return {"kv_cache_memory_bytes": int(gib * GIB), "gpu_memory_utilization": 0.1}
+
+
 def arguments(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM` for `row`."""
     made: dict[str, Any] = {
@@ -78,10 +85,8 @@ def arguments(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         "limit_mm_per_prompt": {"image": 0, "video": 0},
         "enforce_eager": options.eager,
         "max_num_seqs": options.batch,
+        **shared_memory(options.memory_gib),
     }
-    if options.memory_gib:
-        made["kv_cache_memory_bytes"] = int(options.memory_gib * GIB)
-        made["gpu_memory_utilization"] = 0.1
     if row.method == "none":
         return made
     speculation = speculative(row, options.packed if row.packed else options.drafter)

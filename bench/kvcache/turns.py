@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from e2e.draft_rows import shared_memory
 from kvcache.sequences import run_job, slide
 
 MODEL = Path(__file__).parents[1] / "nano" / "model"
@@ -28,7 +29,7 @@ WINDOW, GRAIN, BLOCK = 2048, 256, 5120
 
 def job(drafter: Path, length: int, memory_gib: float = 0.0) -> dict[str, Any]:
     """What `prefix_job` is asked for; `memory_gib` of KV cache where the GPU is shared."""
-    engine: dict[str, Any] = {
+    engine = {
         "model": str(MODEL / "full-4bpw"),
         "max_model_len": 8192,
         "max_num_seqs": 4,
@@ -40,10 +41,8 @@ def job(drafter: Path, length: int, memory_gib: float = 0.0) -> dict[str, Any]:
             "model": str(drafter),
             "num_speculative_tokens": 7,
         },
+        **shared_memory(memory_gib),
     }
-    if memory_gib:
-        engine["kv_cache_memory_bytes"] = int(memory_gib * 2**30)
-        engine["gpu_memory_utilization"] = 0.1
     return {"engine": engine, "turns": {"length": length, "answer": 24, "question": 60}}
 
 
