@@ -1,21 +1,20 @@
 """Time the Triton attention and indexer on a GPU, beside vLLM's fastest and the bounds.
 
-    python -m kv.measure [--quick] [--tiles] [--seconds 240] RESULT.json
+    python -m kv.measure [--quick] [--seconds 240] RESULT.json
 
 Decode: 1, 4 and 16 requests of 8k to 512k tokens, one and eight tokens each (verify at k=7).
 Prefill: a chunk of 2,048 tokens at the end of 8k to 128k. Every figure is the median of calls in a
 CUDA graph, each over another layer's cache so that rows come from memory. vLLM's side holds what
 its back ends do per layer: the conversion of indices and FlashAttention 3's or FlashInfer's kernel.
 Both outputs are compared. Rows of 64 heads (one rank) come first; behind `--seconds` nothing new
-starts. `--tiles` then runs `kv.variants` in what is left of them. The result is written after every
-row; the last line and the exit status say whether every row is within its limit.
+starts. The result is written after every row; the last line and the exit status say whether every
+row is within its limit. Tiles are compared by `kv.variants`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -312,7 +311,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time the latent cache's kernels on a GPU.")
     parser.add_argument("result", type=Path)
     parser.add_argument("--quick", action="store_true", help="64 heads, 8k and 128k only")
-    parser.add_argument("--tiles", action="store_true", help="kv.variants as well")
     parser.add_argument("--seconds", type=float, default=240, help="start no row after these")
     given = parser.parse_args()
     began, found = time.monotonic(), []
@@ -335,12 +333,6 @@ def main() -> int:
         given.result.write_text(json.dumps(record, indent=1))
         print(line(found[-1]), flush=True)
     print("kv.measure:", record["verdict"])
-    left = given.seconds - (time.monotonic() - began)
-    if given.tiles and left > 0:
-        variants = str(given.result.with_suffix(".variants.json"))
-        subprocess.run(
-            [sys.executable, "-m", "kv.variants", "--seconds", f"{left:.0f}", variants], check=False
-        )
     return int(not record["verdict"]["passed"])
 
 
