@@ -107,7 +107,7 @@ def test_the_activation_agrees_with_vllms(backend, generator):
     exact = exl3_parts_apart([linear_in_double(x, part) for part in parts], 10.0)
     print("equal bits:", float((found == wanted).float().mean()))
     assert error(found, exact) < 1.05 * error(wanted, exact)
-    assert error(found, wanted) < error(found, exact) + error(wanted, exact)
+    assert error(found, wanted) < 4e-3
 
 
 def test_a_token_does_not_depend_on_its_neighbours(backend, generator):
