@@ -19,7 +19,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     ("experts", r"moe_(gate_up|down|rotate)|prefill_(mma_)?kernel|route_kernel|down_scale_kernel"),
     ("experts", r"combine_kernel|rotate_pairs|moe_align"),
-    ("recoded linears", r"(byte)?_rows_kernel|dynamic_per_token_scaled|scaled_mm"),
+    ("recoded linears", r"_rows_kernel|dynamic_per_token_scaled|scaled_mm"),
     (
         "packed linears",
         r"linear_few|linear_parts|rotate_(tokens|parts)|dequant_kernel|hadamard|had_kernel",

@@ -28,6 +28,7 @@ from glm_exl3.ops import ext
 
 SWITCH = "GLM_EXL3_ONE_LANE_FREES"
 ROUNDS = 2
+KEY = ("op", "shape", "m", "k_bits", "codebook")
 
 
 def place(folder: Path) -> Path:
@@ -76,12 +77,10 @@ def compare(folder: Path) -> list[dict[str, Any]]:
     for _ in range(ROUNDS):
         for name, where in (("one_us", folder), ("every_us", None)):
             for row in child(where):
-                key = tuple(row[part] for part in ("op", "shape", "m", "k_bits", "codebook"))
-                times = least.setdefault(key, {})
+                times = least.setdefault(tuple(row[part] for part in KEY), {})
                 times[name] = min(times.get(name, row["ours_us"]), row["ours_us"])
-    names = ("op", "shape", "m", "k_bits", "codebook")
     return [
-        dict(zip(names, key, strict=True))
+        dict(zip(KEY, key, strict=True))
         | times
         | {"ratio": round(times["every_us"] / times["one_us"], 4)}
         for key, times in least.items()
