@@ -7,15 +7,9 @@
 namespace exl3 {
 namespace {
 
-constexpr int kByteWarps = kWarps, kByteRows = 16;
+constexpr int kByteRows = 16;
 constexpr int kByteTile = 8;  // tokens of one product
 static_assert(kThreads >= kByteRows * kByteRowsTokens && kByteRowsTokens == 2 * kByteTile);
-
-__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
 
 // Two codes of `word`, bytes 2 High and 2 High + 1, as bf16.
 template <bool Floats, bool High>
@@ -32,13 +26,6 @@ __device__ __forceinline__ uint32_t pair_of(uint32_t word) {
     }
 }
 
-__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 __device__ __forceinline__ uint32_t word_of(const uint4& q, int i) {
     return i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w;
 }
@@ -46,10 +33,10 @@ __device__ __forceinline__ uint32_t word_of(const uint4& q, int i) {
 // A lane holds 16 bytes of two rows in each unit of 64 columns; word j of both is the left operand of product j,
 // whose right operand are the same four columns of one token. So columns are permuted alike on both sides.
 template <bool Floats, int Tiles>
-__global__ void __launch_bounds__(32 * kByteWarps, 2) byte_rows_kernel(const ByteRowsArguments a) {
+__global__ void __launch_bounds__(32 * kWarps, 2) byte_rows_kernel(const ByteRowsArguments a) {
     constexpr int kAhead = 4 / Tiles;  // units a warp has in flight
     constexpr int kOutputs = kByteRows * kByteTile * Tiles;
-    __shared__ float parts[kByteWarps][kOutputs];
+    __shared__ float parts[kWarps][kOutputs];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int group = lane >> 2, quarter = lane & 3;
     const int row0 = blockIdx.x * kByteRows, units = a.k / kByteRowsUnit;
@@ -71,7 +58,7 @@ __global__ void __launch_bounds__(32 * kByteWarps, 2) byte_rows_kernel(const Byt
     const auto load_codes = [&](int first) {
 #pragma unroll
         for (int s = 0; s < kAhead; ++s) {
-            const int unit = first + kByteWarps * s;
+            const int unit = first + kWarps * s;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const unsigned char* from = rows[half] + unit * kByteRowsUnit;
@@ -82,12 +69,12 @@ __global__ void __launch_bounds__(32 * kByteWarps, 2) byte_rows_kernel(const Byt
     load_codes(warp);
     allow_next_kernel();
     wait_for_previous_kernel();
-    for (int first = warp; first < units; first += kByteWarps * kAhead) {
+    for (int first = warp; first < units; first += kWarps * kAhead) {
         if (first != warp) load_codes(first);
         uint4 inputs[kAhead][Tiles][2];
 #pragma unroll
         for (int s = 0; s < kAhead; ++s) {
-            const int unit = first + kByteWarps * s;
+            const int unit = first + kWarps * s;
 #pragma unroll
             for (int tile = 0; tile < Tiles; ++tile) {
                 const bool there = unit < units && group + kByteTile * tile < a.tokens;
@@ -127,7 +114,7 @@ __global__ void __launch_bounds__(32 * kByteWarps, 2) byte_rows_kernel(const Byt
     if (at >= kOutputs || token >= a.tokens || row >= a.n) return;
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kByteWarps; ++w) sum += parts[w][at];
+    for (int w = 0; w < kWarps; ++w) sum += parts[w][at];
     static_cast<__nv_bfloat16*>(a.out)[static_cast<int64_t>(token) * a.n + row] =
         __float2bfloat16_rn(sum * a.scale[row]);
 }
