@@ -10,7 +10,8 @@ The job holds `engine` (keyword arguments of `vllm.LLM`) and `measure`: a list o
 `{"kind": "decode", "requests": n, "context": tokens, "tokens": steps}`, `{"kind": "prefill",
 "context": tokens}`, `{"kind": "profile", "requests": n, "context": tokens, "tokens": steps}` and
 `{"kind": "allreduce"}`, which gives several rows (`e2e.allreduce`).
-Prompts are random ids, all different. The result is written after every measurement, so a later
+With `"drafts": k` a measurement verifies k drafts in every step (an engine of the adaptive scheduler
+that captured k). Prompts are random ids, all different. The result is written after every measurement, so a later
 failure loses nothing.
 
 Decode time is that of the request that started last: from its first token on all run together.
@@ -67,6 +68,10 @@ class Bench:
         started = time.perf_counter()
         outputs = self.llm.generate(prompts, self.parameters(tokens), use_tqdm=False)
         return outputs, time.perf_counter() - started
+
+    def verify(self, drafts: int) -> None:
+        """Verify `drafts` in every step from now on. Raises ValueError for a length not captured."""
+        self.llm.llm_engine.engine_core.engine_core.scheduler.retune({"lengths": [drafts]})
 
     def drafts(self) -> float:
         """How many verify steps all requests together have had."""
@@ -239,6 +244,8 @@ def perform(job: dict[str, Any], save: Any) -> None:
         row = {"requests": 1, "context": 256, "tokens": 32, **asked}
         call = getattr(bench, row["kind"])
         try:
+            if "drafts" in row:
+                bench.verify(row["drafts"])
             found = call(row["requests"], row["context"], row["tokens"])
         except Exception:  # noqa: BLE001 - the next measurement may still work
             found = {"error": traceback.format_exc()}

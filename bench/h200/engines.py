@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from e2e.draft_rows import ADAPTIVE
 from h200.job import Job, python
 
 Measure = dict[str, Any]
@@ -35,6 +36,8 @@ TOGETHER = {
         "GLM_EXL3_FUSED_OPS": "mhc,router",
     },
 }
+FUSED = {"GLM_EXL3_FUSED_OPS": "mhc,kda,router,dense", **TOGETHER["all"]}
+"""Every op of ours that takes the place of several launches."""
 LATE = {"GLM_EXL3_EARLY_LAUNCH": "0"}
 
 
@@ -52,14 +55,22 @@ def profile(*requests: int, context: int = 1024) -> list[Measure]:
     return [{"kind": "profile", "requests": n, "context": context, "tokens": 8} for n in requests]
 
 
-def dflash(tokens: int) -> dict[str, Any]:
-    return {
-        "speculative_config": {
-            "method": "dflash",
-            "model": "{work}/drafter",
-            "num_speculative_tokens": tokens,
-        }
-    }
+def dflash(*lengths: int) -> dict[str, Any]:
+    """DFlash2 with `lengths` drafts a step; with several the adaptive scheduler picks one."""
+    speculation: dict[str, Any] = {
+        "method": "dflash", "model": "{work}/drafter", "num_speculative_tokens": lengths[-1],
+    }  # fmt: skip
+    if len(lengths) == 1:
+        return {"speculative_config": speculation}
+    speculation["num_speculative_tokens_per_batch_size"] = [
+        [count, count, length] for count, length in enumerate(lengths, start=1)
+    ]
+    return {"speculative_config": speculation, "scheduler_cls": ADAPTIVE}
+
+
+def verified(drafts: int, measures: list[Measure]) -> list[Measure]:
+    """`measures` with so many drafts in every step."""
+    return [{**one, "drafts": drafts} for one in measures]
 
 
 def engine(
@@ -88,6 +99,7 @@ def engine(
 
 
 LONG = 131072
+LENGTHS = (2, 4, 7)
 STEP = [*decode(1, 4, 16), *profile(1)]
 
 FULL = (
@@ -99,12 +111,14 @@ FULL = (
     ),
     engine(
         "full.verify7", "full",
-        [*decode(1, 2, 16), *profile(1), *prefill(32768), *decode(2, context=LONG, tokens=32)],
-        140, 26, max_model_len=LONG + 8192, max_num_seqs=16, **dflash(7),
+        [*verified(7, [*decode(1, 4, 16), *profile(1)]),
+         *(row for k in LENGTHS[:-1] for row in verified(k, decode(1, 4))),
+         *verified(7, [*prefill(32768), *decode(2, context=LONG, tokens=32)])],
+        140, 26, max_model_len=LONG + 8192, max_num_seqs=16, **dflash(*LENGTHS),
     ),
     engine(
-        "full.fused", "full", [*decode(1, 2, 4, 8), *profile(1)], 80, 28,
-        {"GLM_EXL3_FUSED_OPS": "mhc,kda,router"},
+        "full.fused", "full", [*decode(1, 2, 4, 8, 16), *profile(1), *prefill(32768)], 90, 28,
+        FUSED,
     ),
     engine(
         "full.window", "full", [*decode(1), *prefill(65536, LONG)], 120, 34,

@@ -84,10 +84,20 @@ KERNELS = (
 )  # fmt: skip
 
 
+def serve(model: str, window: int, utilization: str) -> tuple[str, ...]:
+    """The command of a server of random weights."""
+    return (
+        "{python}", "-m", "vllm.entrypoints.cli.main", "serve", model, "--load-format",
+        "exl3_dummy", "--language-model-only", "--max-model-len", str(window),
+        "--max-num-batched-tokens", "8192", "--max-num-seqs", "16", "--gpu-memory-utilization",
+        utilization,
+    )  # fmt: skip
+
+
+WINDOW = 1048576
+ALONE = (*serve("{work}/full", WINDOW, "0.97"), "--port", "{port}0")
 SERVE = (
-    "{python}", "-m", "vllm.entrypoints.cli.main", "serve", "{work}/pair", "--load-format",
-    "exl3_dummy", "--language-model-only", "--max-model-len", "40960", "--max-num-batched-tokens",
-    "8192", "--max-num-seqs", "16", "--gpu-memory-utilization", "0.95", "--tensor-parallel-size",
+    *serve("{work}/pair", 40960, "0.95"), "--tensor-parallel-size",
     "2", "--disable-custom-all-reduce", "--nnodes", "2", "--master-addr", "127.0.0.1",
     "--master-port", "{port}1",
 )  # fmt: skip
@@ -105,6 +115,13 @@ TEXT_TWO = Job(
 )  # fmt: skip
 SERVED = (
     TEXT_TWO,
+    Job(
+        "full.served",
+        python("e2e.serve", EXPECTED, "--url", "http://127.0.0.1:{port}0/v1", "--requests",
+               "1,2,4,8,16", "--prefill", "8192,32768,65536,131072", "--limit", "200", "--",
+               *ALONE),
+        150, 300, 19, env=LOCAL, needs=READY, after=WARM,
+    ),
     Job(
         "pair.served",
         python("e2e.serve", EXPECTED, "--url", "http://127.0.0.1:{port}0/v1", "--requests",

@@ -133,11 +133,12 @@ def test_vllm_takes_the_commands_that_serve() -> None:
 
     parser = FlexibleArgumentParser()
     ServeSubcommand().subparser_init(parser.add_subparsers())
-    for command in (programs.WORKER, programs.HEAD):
+    for command in (programs.WORKER, programs.HEAD, programs.ALONE):
         words = filled(list(command), NAMES)
         asked = parser.parse_args(words[words.index("serve") :])
         assert asked.headless == (command is programs.WORKER)
-        assert (asked.nnodes, asked.tensor_parallel_size) == (2, 2)
+        ranks = 1 if command is programs.ALONE else 2
+        assert (asked.nnodes, asked.tensor_parallel_size) == (ranks, ranks)
 
 
 def test_jobs_have_names_of_their_own_and_need_known_ones() -> None:
