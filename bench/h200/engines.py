@@ -114,7 +114,7 @@ FULL = (
         [*verified(7, [*decode(1, 4, 16), *profile(1)]),
          *(row for k in LENGTHS[:-1] for row in verified(k, decode(1, 4))),
          *verified(7, [*prefill(32768), *decode(2, context=LONG, tokens=32)])],
-        140, 26, max_model_len=LONG + 8192, max_num_seqs=16, **dflash(*LENGTHS),
+        130, 26, max_model_len=LONG + 8192, max_num_seqs=16, **dflash(*LENGTHS),
     ),
     engine(
         "full.fused", "full", [*decode(1, 2, 4, 8, 16), *profile(1), *prefill(32768)], 90, 28,

@@ -1,8 +1,8 @@
-"""Which jobs each call of a visit takes, in the order in which they should start; two GPUs.
+"""Which jobs each call of a visit takes, in the order in which they should start.
 
-A call is at most ten minutes, so a plan's expected times end before the budget of `h200.run`. What
-jobs need comes along by itself. A later plan on the same machine leaves out what ended well before;
-`more` is for time that is left.
+A call is at most ten minutes, so the expected times of a plan end before the budget of `h200.run`:
+`ops`, `engines` and `model` on one GPU, `pair` on two. What jobs need comes along by itself. A
+later plan on the same machine leaves out what ended well before; `more` is for time that is left.
 """
 
 from __future__ import annotations
@@ -12,23 +12,20 @@ from dataclasses import replace
 
 from h200.job import Job
 
-ONE = (
-    "library", "site", "caches", "flashinfer", "tiny", "folders", "warm", "peer.package",
-    "one-lane", "peer.kernels", "gpu-tests", "memcheck", "racecheck", "edits",
-    "drafting.pack", "text.one", "text.two", "recode.nano",
+OPS = (
+    "library", "site", "caches", "flashinfer", "tiny", "folders", "warm", "gpu-tests", "memcheck",
+    "racecheck", "kv", "recode.projections", "seam", "drafting.time",
 )  # fmt: skip
-TWO = (
-    "pair.served", "pair.verify7", "recode.projections", "kv", "drafting.time", "kv.turns",
-)  # fmt: skip
-THREE = (
-    "drafting.methods", "recode.step", "full.verify7", "peer.engine8", "peer.engine45",
-)  # fmt: skip
+ENGINES = ("drafting.methods", "text.fused", "kv.turns", "recode.step")
+MODEL = ("full.served", "full.fused", "full.verify7", "peer.package", "peer.engine45")
+PAIR = ("pair.served", "pair.verify7", "gpu-tests.two")
 MORE = (
-    "full.step", "full.window", "full.fused", "full.together-fused", "verify.3", "verify.5",
-    "verify.8", "pair.step", "full.steer", "compare.one-lane", "kv.text", "kv.variants",
-    "gpu-tests.two",
+    "full.step", "pair.step", "text.two", "verify.16", "full.steer", "kv.text", "kv.variants",
+    "text.one", "recode.nano", "drafting.pack", "edits", "peer.engine8", "peer.kernels", "kernels",
 )  # fmt: skip
-PLANS: Mapping[str, tuple[str, ...]] = {"one": ONE, "two": TWO, "three": THREE, "more": MORE}
+PLANS: Mapping[str, tuple[str, ...]] = {
+    "ops": OPS, "engines": ENGINES, "model": MODEL, "pair": PAIR, "more": MORE
+}  # fmt: skip
 
 
 def with_needs(names: Iterable[str], jobs: Sequence[Job], tried: Collection[str] = ()) -> list[str]:

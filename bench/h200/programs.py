@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from h200.engines import NCCL, READY, WARM
+from h200.engines import FUSED, NCCL, READY, WARM
 from h200.job import Job, python
 
 EXPECTED = "{out}/{name}.json"
@@ -30,7 +30,7 @@ SETUP = (
     prepare("folders", 40, 240, 1),
     prepare("tiny", 20, 120, 2),
     prepare("peer.kernels", 120, 500, 4, "library", quick=False),
-    prepare("peer.package", 330, 560, 3, "site", quick=False),
+    prepare("peer.package", 30, 560, 3, "site", quick=False),
     Job("warm", python("e2e.gpu_text", "{work}/warm", "--out", EXPECTED, "--only",
         "nano-dflash,nano-mtp", "--at-once", "2", "--seconds", "320"), 200, 340, 5,
         exclusive=False, gib=40, needs=("library",), after=("caches", "flashinfer")),
@@ -120,7 +120,7 @@ SERVED = (
         python("e2e.serve", EXPECTED, "--url", "http://127.0.0.1:{port}0/v1", "--requests",
                "1,2,4,8,16", "--prefill", "8192,32768,65536,131072", "--limit", "200", "--",
                *ALONE),
-        150, 300, 19, env=LOCAL, needs=READY, after=WARM,
+        140, 300, 19, env=LOCAL, needs=READY, after=WARM,
     ),
     Job(
         "pair.served",
@@ -145,6 +145,10 @@ OTHERS = (
     timing("text.one", "e2e.gpu_text", "{work}/text-one", "--out", EXPECTED, "--seconds", "380",
            "--tiny", "{work}/tiny", expect=120, at=13, limit=420, needs=("tiny",), after=WARM,
            beside_gib=85),
+    timing("text.fused", "e2e.gpu_text", "{work}/text-fused", "--out", EXPECTED, "--only",
+           "nano-none,nano-mtp,nano-dflash,tiny-none,tiny-mtp,tr3-none", "--seconds", "300",
+           "--memory-gib", "2", "--at-once", "3", "--tiny", "{work}/tiny", expect=110, at=42,
+           limit=330, needs=("tiny",), after=WARM, env=FUSED, beside_gib=25),
     timing("drafting.methods", *DRAFTING, "--only", "methods,soak,planted", "--budget-s", "480",
            "--at-once", "9", expect=240, at=41, limit=520, after=WARM, beside_gib=90),
     timing("drafting.pack", *DRAFTING, "--only", "pack", expect=190, at=39),
@@ -172,6 +176,6 @@ def peer_engine(layers: int, expect: int, at: int, *needs: str) -> Job:
 
 
 PEERS = (
-    peer_engine(8, 60, 33), peer_engine(45, 150, 34, "peer.engine8"), peer_engine(16, 80, 69)
+    peer_engine(8, 60, 33), peer_engine(45, 150, 34), peer_engine(16, 80, 69)
 )  # fmt: skip
 JOBS = (*SETUP, *KERNELS, *SERVED, *OTHERS, *PEERS)

@@ -155,12 +155,17 @@ def test_a_plan_starts_what_is_needed_first_and_keeps_the_budget() -> None:
             assert all(starts[need] < starts[job.name] for need in job.needs)
 
 
-def test_the_plans_of_a_visit_fit_and_leave_nothing() -> None:
+@pytest.mark.parametrize(
+    ("names", "gpus"), [(("ops", "engines", "model"), (0,)), (("pair",), (0, 1))]
+)
+def test_the_plans_of_a_visit_fit_and_leave_nothing(
+    names: tuple[str, ...], gpus: tuple[int, ...]
+) -> None:
     done: set[str] = set()
-    for name in ("one", "two", "three"):
+    for name in names:
         every = plans.planned([name], JOBS, tried=done)
         jobs = [job for job in every if job.name not in done or job.vital]
-        starts = plan(jobs, (0, 1), CALL_S - runner.PACKING_S, done)
+        starts = plan(jobs, gpus, CALL_S - runner.PACKING_S, done)
         assert set(starts) == {job.name for job in jobs} >= set(plans.PLANS[name]) - done
         for job in jobs:
             assert all(
@@ -169,10 +174,11 @@ def test_the_plans_of_a_visit_fit_and_leave_nothing() -> None:
         done |= set(starts)
 
 
-def test_the_call_of_two_gpus_fits_on_a_machine_that_got_caches_only() -> None:
-    jobs = plans.planned(["two"], JOBS, tried={"warm"})
-    starts = plan(jobs, (0, 1), CALL_S - runner.PACKING_S)
-    assert set(starts) == {job.name for job in jobs} >= set(plans.TWO)
+@pytest.mark.parametrize("name", ["engines", "model"])
+def test_a_call_fits_on_a_machine_that_got_caches_only(name: str) -> None:
+    jobs = plans.planned([name], JOBS, tried={"warm"})
+    starts = plan(jobs, (0,), CALL_S - runner.PACKING_S)
+    assert set(starts) == {job.name for job in jobs} >= set(plans.PLANS[name])
 
 
 def engines(jobs: Sequence[Job]) -> list[Job]:
@@ -199,8 +205,8 @@ def test_no_job_is_planned_twice_and_every_plan_works_on_a_bare_machine() -> Non
         first = [job.name for job in plans.planned([name], JOBS)]
         assert {"library", "caches", "flashinfer", "warm"} <= set(first)
         assert first.index("library") < first.index("warm")
-    later = plans.planned(["two"], JOBS, tried=("warm", "edits"))
-    assert not {"warm", "edits"} & {job.name for job in later}
+    later = plans.planned(["model"], JOBS, tried=("warm", "flashinfer"))
+    assert not {"warm", "flashinfer"} & {job.name for job in later}
 
 
 def job(name: str, **more: Any) -> Job:
