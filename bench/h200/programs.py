@@ -176,6 +176,6 @@ def peer_engine(layers: int, expect: int, at: int, *needs: str) -> Job:
 
 
 PEERS = (
-    peer_engine(8, 60, 33), peer_engine(45, 150, 34), peer_engine(16, 80, 69)
+    peer_engine(8, 60, 33), peer_engine(45, 120, 34), peer_engine(16, 80, 69)
 )  # fmt: skip
 JOBS = (*SETUP, *KERNELS, *SERVED, *OTHERS, *PEERS)
