@@ -245,21 +245,37 @@ void had128(Tensor x, std::optional<Tensor> pre, std::optional<Tensor> post, Ten
     check(exl3::hadamard(a, device.stream()), "had128");
 }
 
-void byte_rows(Tensor x, Tensor codes, Tensor scale, bool floats, Tensor out) {
+exl3::RowsArguments rows_arguments(const Tensor& x, const Tensor& rows, exl3::RowKind kind, const Tensor& out) {
     if (x.scalar_type() != ScalarType::BFloat16 || out.scalar_type() != ScalarType::BFloat16) {
-        throw std::runtime_error("glm_exl3_cuda.byte_rows: x and out must be bfloat16");
+        throw std::runtime_error("glm_exl3_cuda: x and out of a product with rows must be bfloat16");
     }
-    exl3::ByteRowsArguments a = {};
+    exl3::RowsArguments a = {};
     a.x = x.data_ptr();
-    a.codes = codes.data_ptr();
-    a.scale = static_cast<const float*>(scale.data_ptr());
+    a.rows = rows.data_ptr();
     a.out = out.data_ptr();
+    a.x_stride = x.stride(0);
     a.tokens = static_cast<int>(x.size(0));
-    a.k = static_cast<int>(codes.size(1));
-    a.n = static_cast<int>(codes.size(0));
-    a.floats = floats;
+    a.k = static_cast<int>(rows.size(1));
+    a.n = static_cast<int>(rows.size(0));
+    a.kind = kind;
+    return a;
+}
+
+void byte_rows(Tensor x, Tensor codes, Tensor scale, bool floats, Tensor out) {
+    const exl3::RowKind kind = floats ? exl3::RowKind::kE4m3 : exl3::RowKind::kInt8;
+    exl3::RowsArguments a = rows_arguments(x, codes, kind, out);
+    a.scale = static_cast<const float*>(scale.data_ptr());
     const OnDeviceOf device(x);
     check(exl3::byte_rows(a, device.stream()), "byte_rows");
+}
+
+void dense_rows(Tensor x, Tensor weight, Tensor out) {
+    if (weight.scalar_type() != ScalarType::BFloat16) {
+        throw std::runtime_error("glm_exl3_cuda.dense_rows: weight must be bfloat16");
+    }
+    const exl3::RowsArguments a = rows_arguments(x, weight, exl3::RowKind::kBf16, out);
+    const OnDeviceOf device(x);
+    check(exl3::byte_rows(a, device.stream()), "dense_rows");
 }
 
 int64_t moe_decode_counters(int64_t tokens, int64_t top_k, int64_t hidden, int64_t intermediate) {
@@ -312,6 +328,7 @@ STABLE_TORCH_LIBRARY(glm_exl3_cuda, m) {
     m.def("encode_workspace(int tiles, int bits, int blocks) -> int");
     m.def("had128(Tensor x, Tensor? pre, Tensor? post, Tensor(a!) out) -> ()");
     m.def("byte_rows(Tensor x, Tensor codes, Tensor scale, bool floats, Tensor(a!) out) -> ()");
+    m.def("dense_rows(Tensor x, Tensor weight, Tensor(a!) out) -> ()");
     m.def("moe_decode_counters(int tokens, int top_k, int hidden, int intermediate) -> int");
     m.def("moe_decode_workspace(int tokens, int top_k, int hidden, int intermediate, int split_k) "
           "-> int");
@@ -330,6 +347,7 @@ STABLE_TORCH_LIBRARY_IMPL(glm_exl3_cuda, CUDA, m) {
     m.impl("encode", TORCH_BOX(&encode));
     m.impl("had128", TORCH_BOX(&had128));
     m.impl("byte_rows", TORCH_BOX(&byte_rows));
+    m.impl("dense_rows", TORCH_BOX(&dense_rows));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(glm_exl3_cuda, CompositeExplicitAutograd, m) {

@@ -1,21 +1,27 @@
-// Products of few tokens with 8-bit rows; a header of its own, plain data.
+// Products of few tokens with rows of e4m3, int8 or bf16; a header of its own, plain data.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
 namespace exl3 {
 
-// out [tokens, n] = (x [tokens, k] times codes [n, k]) * scale [n]; x and out bf16, codes e4m3 or int8, one
-// contiguous row after the other, sums in fp32. Up to kByteRowsTokens tokens; k a multiple of kByteRowsUnit.
-constexpr int kByteRowsTokens = 16, kByteRowsUnit = 64;
-struct ByteRowsArguments {
+enum class RowKind { kE4m3, kInt8, kBf16 };
+
+// out [tokens, n] = x [tokens, k] times rows [n, k], 8-bit rows times scale [n] as well; x and out bf16, sums in
+// fp32. Up to kRowsTokens tokens; rows are contiguous, one after the other, and whole units of kRowsUnitBytes; rows
+// of x begin x_stride elements apart, each at a multiple of 16 bytes.
+constexpr int kRowsTokens = 16, kRowsUnitBytes = 64;
+struct RowsArguments {
     const void* x;
-    const void* codes;
-    const float* scale;
+    const void* rows;
+    const float* scale;  // of 8-bit rows
     void* out;
+    int64_t x_stride;
     int tokens, k, n;
-    bool floats;  // e4m3, otherwise int8
+    RowKind kind;
 };
-int byte_rows(const ByteRowsArguments& arguments, cudaStream_t stream);
+int byte_rows(const RowsArguments& arguments, cudaStream_t stream);
 
 }  // namespace exl3

@@ -20,6 +20,16 @@ __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(Pending) : "memory");
 }
 
+// 16 bytes of global memory that nobody writes meanwhile and this multiprocessor reads once: they leave its cache to
+// what is read again. Stays before a later wait, as memory instructions after one stay behind it.
+__device__ __forceinline__ uint4 load_once_16(const void* global) {
+    uint4 q;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w)
+                 : "l"(global));
+    return q;
+}
+
 // d += a(16x16, row) * b(16x8, column): half inputs, float accumulators.
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                             uint32_t a3, uint32_t b0, uint32_t b1) {

@@ -24,7 +24,7 @@ from glm_exl3.ref import recode
 
 STREAMED, ROWS, SCALED, WIDENED = tuning.STREAMED, "rows", "scaled", "widened"
 NATIVE_FP8 = (8, 9)
-STREAMED_TOKENS, STREAMED_UNIT = 16, 64  # of csrc/byte_rows.h
+STREAMED_TOKENS, STREAMED_BYTES = 16, 64  # of csrc/byte_rows.h: tokens, unit of a row
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,18 @@ def path_for(matrix: RowCodes, capability: tuple[int, int], tokens: int) -> str:
 @cache
 def has_kernels(device: torch.device) -> bool:
     """Whether this project's CUDA kernels run on `device`, as they are or built at first use."""
+    if device.type != "cuda":
+        return False
     return ext.refusal(torch.cuda.get_device_capability(device)) is None
 
 
-def can_stream(x: torch.Tensor) -> bool:
-    """Whether the CUDA kernel can run and serves the tokens, type and width of `x` [t, k]."""
-    few = x.shape[0] <= STREAMED_TOKENS and x.shape[1] % STREAMED_UNIT == 0
+def can_stream(x: torch.Tensor, element_bytes: int = 1) -> bool:
+    """Whether the CUDA kernel can run and serves the tokens, type and width of `x` [t, k].
+
+    `element_bytes` is the size of a code, or of an element of dense rows.
+    """
+    whole = x.shape[1] * element_bytes % STREAMED_BYTES == 0
+    few = x.shape[0] <= STREAMED_TOKENS and whole
     return few and x.dtype == torch.bfloat16 and has_kernels(x.device)
 
 

@@ -140,9 +140,9 @@ def test_the_kernel_serves_few_tokens_of_bf16_where_its_library_is(  # noqa: PLR
 
 def test_the_kernel_and_its_rule_agree_on_what_it_takes() -> None:
     text = (ext.SOURCES / "byte_rows.h").read_text()
-    found = dict(re.findall(r"(kByteRows\w+) = (\d+)", text))
-    limits = (recoded.STREAMED_TOKENS, recoded.STREAMED_UNIT)
-    assert (int(found["kByteRowsTokens"]), int(found["kByteRowsUnit"])) == limits
+    found = dict(re.findall(r"(kRows\w+) = (\d+)", text))
+    limits = (recoded.STREAMED_TOKENS, recoded.STREAMED_BYTES)
+    assert (int(found["kRowsTokens"]), int(found["kRowsUnitBytes"])) == limits
 
 
 def test_an_unknown_scheme_is_refused() -> None:

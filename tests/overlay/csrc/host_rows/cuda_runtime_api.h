@@ -1,0 +1,4 @@
+// What a header of kernel arguments needs of the CUDA runtime.
+#pragma once
+
+using cudaStream_t = void*;

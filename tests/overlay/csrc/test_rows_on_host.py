@@ -1,0 +1,93 @@
+"""Products with rows of codes or bf16: the kernel, compiled for the host, against float64."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm_exl3.ops import ext
+from glm_exl3.ref import recode
+
+HOST = Path(__file__).parent / "host_rows"
+KINDS = {"fp8": 0, "int8": 1, "bf16": 2}
+# Rows shared by two warps, 8 rows a warp, 16 rows a warp: each with a last block that is not full.
+SHAPES = [(64, 21), (128, 200), (192, 40), (256, 65), (320, 16), (4096, 9), (544, 1070), (608, 33)]
+Product = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def product(tmp_path_factory: pytest.TempPathFactory) -> Product:
+    """out [tokens, n] of x [tokens, k] in rows of `stride` elements."""
+    folder = tmp_path_factory.mktemp("rows")
+    for file in (ext.SOURCES / "byte_rows.cu", ext.SOURCES / "byte_rows.h", *HOST.iterdir()):
+        shutil.copy(file, folder)
+    program = folder / "rows"
+    flags = ["-std=c++17", "-O1", "-Wno-unknown-pragmas", f"-I{folder}"]
+    subprocess.run(["g++", *flags, str(folder / "rows_main.cpp"), "-o", str(program)], check=True)
+
+    def run(
+        kind: str, x: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor, gap: int = 0
+    ) -> torch.Tensor:
+        (tokens, k), n = x.shape, rows.shape[0]
+        wide = torch.full((tokens, k + gap), torch.nan, dtype=torch.bfloat16)
+        wide[:, :k] = x
+        given = [wide, rows] if kind == "bf16" else [wide, rows, scale]
+        numbers = (KINDS[kind], tokens, k, n, k + gap)
+        done = subprocess.run(
+            [program, *map(str, numbers)],
+            input=b"".join(bytes(t.contiguous().view(torch.uint8).numpy()) for t in given),
+            capture_output=True, check=True,
+        )  # fmt: skip
+        return torch.frombuffer(bytearray(done.stdout), dtype=torch.bfloat16).reshape(tokens, n)
+
+    return run
+
+
+def made(kind: str, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of every magnitude and their scales."""
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n * k))
+    weight *= torch.logspace(-3, 1, n)[:, None]
+    if kind == "bf16":
+        return weight.bfloat16(), torch.ones(n)
+    return recode.quantize_rows(weight.bfloat16(), kind)
+
+
+def inputs(tokens: int, k: int) -> torch.Tensor:
+    return torch.randn(tokens, k, generator=torch.Generator().manual_seed(tokens)).bfloat16()
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+def test_the_kernel_multiplies(product: Product, kind: str, k: int, n: int) -> None:
+    if kind != "bf16" and k % 64:
+        pytest.skip("8-bit rows are whole units of 64 columns")
+    rows, scale = made(kind, n, k)
+    for tokens, gap in ((1, 0), (3, 8), (8, 0), (9, 24), (16, 0)):
+        x = inputs(tokens, k)
+        wanted = x.double() @ (rows.float().double() * scale.double()[:, None]).T
+        found = product(kind, x, rows, scale, gap)
+        floor = 1e-5 * float(wanted.abs().max())
+        torch.testing.assert_close(found.double(), wanted, rtol=2**-7, atol=floor)
+
+
+@pytest.mark.parametrize(("k", "n"), [(128, 72), (1024, 24), (1024, 1072)])
+def test_tokens_of_bf16_have_the_bits_of_one_alone(product: Product, k: int, n: int) -> None:
+    rows, scale = made("bf16", n, k)
+    x = inputs(16, k)
+    whole = product("bf16", x, rows, scale)
+    for first, last in ((0, 1), (2, 5), (8, 16), (3, 14)):
+        assert torch.equal(product("bf16", x[first:last], rows, scale), whole[first:last])
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("k", [64, 128, 576])
+def test_each_column_meets_its_own_input(product: Product, kind: str, k: int) -> None:
+    """One row a column: ones where the input of that column shall come out."""
+    dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "bf16": torch.bfloat16}[kind]
+    x = inputs(2, k)
+    assert torch.equal(product(kind, x, torch.eye(k).to(dtype), torch.ones(k)), x)
