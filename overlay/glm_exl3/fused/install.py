@@ -32,10 +32,15 @@ def _router() -> None:
 
 
 def _in_subclass() -> None:
-    """Nothing to register: a class of `models` asks `installed`."""
+    """Nothing to register: classes of `models` and `quant` ask `installed`."""
 
 
-OPS: dict[str, Callable[[], None]] = {"mhc": _mhc, "kda": _in_subclass, "router": _router}
+OPS: dict[str, Callable[[], None]] = {
+    "mhc": _mhc,
+    "kda": _in_subclass,
+    "router": _router,
+    "dense": _in_subclass,
+}
 
 
 def installed() -> frozenset[str]:
@@ -64,3 +69,7 @@ def join(model: Any) -> None:
         from glm_exl3.fused.router_op import join_all
 
         _log.info("fused router: %d layers", join_all(model))
+    if "dense" in _installed:
+        from glm_exl3.quant.dense import adopt
+
+        _log.info("dense rows: %d layers beside those with a configuration", adopt(model))

@@ -228,10 +228,10 @@ class Exl3Config(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for `layer`, or None where vLLM's own unquantised one applies."""
         from vllm.model_executor.layers.fused_moe import RoutedExperts
-        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-        from glm_exl3.quant.linear import Exl3LinearMethod
+        from glm_exl3.quant.dense import packed_method, unquantized_method
         from glm_exl3.quant.lm_head import Exl3LMHeadMethod
         from glm_exl3.quant.moe import Exl3MoEMethod
 
@@ -244,8 +244,8 @@ class Exl3Config(QuantizationConfig):
 
                 return RecodedLinearMethod(self.recode.scheme, prefix)
             if sources is None:
-                return UnquantizedLinearMethod()
-            return Exl3LinearMethod(facts, prefix, sources)
+                return unquantized_method()
+            return packed_method(facts, prefix, sources)
         if isinstance(layer, RoutedExperts):
             names = self.expert_names(prefix)
             return None if names is None else Exl3MoEMethod(layer.moe_config, facts, names)

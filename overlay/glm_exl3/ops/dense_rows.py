@@ -1,0 +1,59 @@
+"""Products of few tokens with a bf16 matrix: rows of bf16 in the kernel of the 8-bit rows.
+
+The operation is one node of a compiled graph for any number of tokens and decides when it runs:
+what the kernel does not serve is `reference.dense_linear`, the vendor's product, which is also its
+twin. Up to sixteen tokens their number does not change a token's bits. Nothing is copied: rows are
+read where the weight lies, tokens may be a slice of wider rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from glm_exl3.ops import ext, recoded, reference
+
+ALIGNED_BYTES = 16  # what a lane loads at once
+
+_LIBRARY = torch.library.Library("glm_exl3", "FRAGMENT")
+_LIBRARY.define("dense_rows(Tensor x, Tensor weight) -> Tensor")
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [..., k] with weight [n, k] -> [..., n] in x.dtype, sums in fp32, through the operation."""
+    result: torch.Tensor = torch.ops.glm_exl3.dense_rows(x, weight)
+    return result
+
+
+def can_serve(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the CUDA kernel can run and serves x [t, k] with weight [n, k]."""
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.is_contiguous()
+        and x.shape[0] > 0
+        and x.shape[1] == weight.shape[1]
+        and recoded.can_stream(x, weight.element_size())
+        and weight.data_ptr() % ALIGNED_BYTES == 0
+        and _rows_are_aligned(x)
+    )
+
+
+def _rows_are_aligned(x: torch.Tensor) -> bool:
+    step = x.stride(0) * x.element_size() if x.shape[0] > 1 else 0
+    return x.stride(1) == 1 and step % ALIGNED_BYTES == 0 and x.data_ptr() % ALIGNED_BYTES == 0
+
+
+def _dense_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    if not can_serve(rows, weight):
+        return reference.dense_linear(x, weight)
+    y = torch.empty((rows.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    ext.operators().dense_rows(rows, weight, y)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _dense_rows_fake(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_LIBRARY.impl("dense_rows", _dense_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("glm_exl3::dense_rows", _dense_rows_fake, lib=_LIBRARY)
