@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from glm_exl3.format.layout import Codebook
-from glm_exl3.ops import cuda_backend, cuda_parts, recoded
+from glm_exl3.ops import cuda_backend, cuda_parts, dense_rows, recoded
 from glm_exl3.ops.cuda_encode import encode_tiles
 from glm_exl3.ops.tuning import Step
 from kernels import inputs
@@ -58,12 +58,17 @@ def _matrices(bits: int, codebook: Codebook, generator: torch.Generator) -> None
 
 
 def _byte_rows(generator: torch.Generator) -> None:
+    """8-bit rows, then bf16 ones in each of the three ways to share rows and inputs."""
     weight = torch.randn(40, 1088, device="cuda", generator=generator).bfloat16()
-    for scheme in ("fp8", "int8"):
-        matrix = recoded.encode_rows(weight, scheme)
-        for tokens in (1, 8):
-            x = torch.randn(tokens, 1088, device="cuda", generator=generator).bfloat16()
+    matrices = [recoded.encode_rows(weight, scheme) for scheme in ("fp8", "int8")]
+    shapes = ((40, 1088), (200, 128), (1064, 1088))
+    dense = [torch.randn(n, k, device="cuda", generator=generator).bfloat16() for n, k in shapes]
+    for tokens in (1, 8, 16):
+        x = torch.randn(tokens, 1088, device="cuda", generator=generator).bfloat16()
+        for matrix in matrices:
             recoded.by_path(x, matrix, recoded.STREAMED)
+        for rows in dense:
+            dense_rows.linear(x[:, : rows.shape[1]], rows)
 
 
 def main() -> None:
