@@ -5,12 +5,13 @@
     python -m e2e.recode step WORKDIR RESULT.json          (one GPU, minutes)
     python -m e2e.recode expected FILE RESULT.json ...     (figures for bench/expected)
 
-Everything is one rank of two of the `tr3` family. A projection's time is that of a call in a CUDA
-graph over several copies of its weight, so that it comes from memory; the own time of a scheme is
-their sum over the layers of one step; the counts of tokens that have targets come first. `step` is
-`e2e.recode_steps`. Behind `--budget-s` nothing new starts; what was measured is written after every
-layer or engine, a line per target at the end, and the exit status is 1 unless all are met.
-Predictions are bytes over bandwidth and say so.
+Everything is one rank of two of the `tr3` family, after the small layers that stay dense beside
+packed ones in `full` on one rank. BF16 is timed by the vendor's product and by our kernel of rows.
+A projection's time is that of a call in a CUDA graph over several copies of its weight, so that it
+comes from memory; the own time of a scheme is their sum over the layers of one step; the counts of
+tokens that have targets come first. `step` is `e2e.recode_steps`. Behind `--budget-s` nothing new
+starts; what was measured is written after every layer or engine, a line per target at the end, and
+the exit status is 1 unless all are met. Predictions are bytes over bandwidth and say so.
 """
 
 from __future__ import annotations
@@ -21,72 +22,22 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from e2e import recode_steps
+from e2e.recode_layers import HIDDEN_LAYERS, Projection, projections, small_projections
 from e2e.recode_steps import BITS, RANKS, SCHEMES, step_ratios
 
-__all__ = ["BITS", "RANKS", "SCHEMES", "step_ratios"]
-HIDDEN_LAYERS = 45
+__all__ = ["BITS", "RANKS", "SCHEMES", "Projection", "projections", "step_ratios"]
+OWN_ROWS, OWN_TOKENS = "rows", (1, 4, 8, 16)  # bf16 rows by this project's kernel
 PASSES = ((1, 16), (4, 8, 4096, 2, 32, 64, 512))  # tokens a product; the first have targets
 MANY_TOKENS, FEW_COPIES = 512, 4
 COPIES_BYTES = 1 << 30
 GB10_GBPS = 235.0  # what public copies reach on GB10, 231 to 240 GB/s
 EXPERT_BITS, EXPERT_WEIGHTS, TOP_K, SPARSE_LAYERS = 4, 3 * 4096 * 2048, 8, 42
-
-
-@dataclass(frozen=True)
-class Projection:
-    """One of vLLM's layers: inputs, outputs of its recoded matrices and of what stays beside them
-    under `exl3`, and how many of it a decode step reads."""
-
-    name: str
-    k: int
-    n: int
-    beside: int
-    count: int
-
-    def bytes(self, scheme: str) -> int:
-        """Bytes of the layer's weights under a scheme."""
-        from glm_exl3.format.recode import stored_bytes
-
-        if scheme == "exl3":
-            return stored_bytes(self.n, self.k, scheme, BITS) + 2 * self.k * self.beside
-        return stored_bytes(self.n + self.beside, self.k, scheme, BITS)
-
-
-def projections(ranks: int = RANKS) -> list[Projection]:
-    """The recoded layers of one rank, from the headers of the dummy checkpoint."""
-    from glm_exl3.dummy.folder import target_headers
-    from glm_exl3.dummy.geometry import rank_geometry, real_geometry
-    from glm_exl3.format.recode import GROUPS, dense_modules, encodable
-    from glm_exl3.quant.names import MERGED
-    from glm_exl3.ref.tiny.recipe import Family
-
-    headers = target_headers(Family.TR3, rank_geometry(real_geometry(), ranks))
-    shapes = {name: tuple(tensor.shape) for name, tensor in headers.items()}
-    dense = dense_modules(shapes.items(), GROUPS)
-    layers: dict[tuple[str, ...], tuple[str, int, int, int]] = {}
-    for module in dense:
-        parent, _, leaf = module.rpartition(".")
-        if ".layers." in module and int(module.split(".layers.")[1].split(".")[0]) >= HIDDEN_LAYERS:
-            continue
-        merged = (
-            "in_proj_qkvbfg_a"
-            if leaf in ("q_proj", "k_proj", "v_proj")
-            else next((name for name, parts in MERGED.items() if leaf in parts), leaf)
-        )
-        names = [f"{parent}.{part}" if parent else part for part in MERGED.get(merged, (leaf,))]
-        sizes = {name: shapes[f"{name}.weight"] for name in names if f"{name}.weight" in shapes}
-        recoded = sum(n for name, (n, k) in sizes.items() if name in dense and encodable(n, k))
-        k = next(iter(sizes.values()))[1]
-        beside = sum(n for n, _ in sizes.values()) - recoded
-        layers[tuple(names)] = (merged, k, recoded, beside)
-    return [Projection(*layer, count) for layer, count in sorted(Counter(layers.values()).items())]
 
 
 def dense_bytes(layers: Iterable[Projection], scheme: str) -> int:
@@ -138,7 +89,7 @@ def products(layer: Projection, scheme: str) -> dict[str, list[Product]]:
     import torch
     import torch.nn.functional as F
 
-    from glm_exl3.ops import recoded, tuning
+    from glm_exl3.ops import dense_rows, recoded, tuning
 
     random = torch.Generator("cuda").manual_seed(layer.k)
     copies = range(max(2, min(64, COPIES_BYTES // layer.bytes(scheme))))
@@ -149,7 +100,8 @@ def products(layer: Projection, scheme: str) -> dict[str, list[Product]]:
 
     if scheme == "off":
         weights = [weight(layer.n + layer.beside) for _ in copies]
-        return {"": [partial(_dense, weight=one) for one in weights]}
+        vendor: list[Product] = [partial(_dense, weight=one) for one in weights]
+        return {"": vendor, OWN_ROWS: [partial(dense_rows.linear, weight=one) for one in weights]}
     if scheme in ("fp8", "int8"):
         made = [recoded.encode_rows(weight(layer.n + layer.beside), scheme) for _ in copies]
         found: dict[str, list[Product]] = {"": [partial(_rows, matrix=one) for one in made]}
@@ -196,9 +148,11 @@ def timed(name: str, calls: Sequence[Product], x: Any) -> float:
         return float("nan")
 
 
-def layer_rows(layer: Projection, counts: Sequence[int]) -> list[dict[str, Any]]:
+def layer_rows(
+    layer: Projection, counts: Sequence[int], schemes: Sequence[str] = SCHEMES
+) -> list[dict[str, Any]]:
     """Times of one layer for each number of tokens; the paths of 8-bit rows apart, too: they are
-    what the tuning table is filled with."""
+    what the tuning table is filled with. `off/rows` is the kernel for bf16 beside the vendor's."""
     import torch
 
     rows: list[dict[str, Any]] = [
@@ -213,7 +167,7 @@ def layer_rows(layer: Projection, counts: Sequence[int]) -> list[dict[str, Any]]
         }
         for tokens in counts
     ]
-    for scheme in SCHEMES:
+    for scheme in schemes:
         try:
             by_path = products(layer, scheme)
         except Exception as error:  # noqa: BLE001 - the other schemes may still work
@@ -224,6 +178,8 @@ def layer_rows(layer: Projection, counts: Sequence[int]) -> list[dict[str, Any]]
         for row in rows:
             x = torch.randn(row["tokens"], layer.k, device="cuda").bfloat16()
             for path, calls in by_path.items():
+                if scheme == "off" and path and row["tokens"] not in OWN_TOKENS:
+                    continue
                 name = f"{scheme}/{path}" if path else scheme
                 row["paths_us" if path else "us"][name] = timed(name, calls, x)
         del by_path
@@ -233,9 +189,13 @@ def layer_rows(layer: Projection, counts: Sequence[int]) -> list[dict[str, Any]]
 
 def measure_projections(save: Callable[[Any], object], budget_s: float) -> dict[str, Any]:
     """Times of every layer; `own` sums counts of tokens that all layers have, `load` follows the
-    first pass."""
+    first pass. `small` are the layers that stay dense beside packed ones, with and without our
+    kernel, and come first."""
     begin, layers = time.monotonic(), projections()
-    found: dict[str, Any] = {"rows": [], "own": {}, "left_out": []}
+    small = [row for one in small_projections() for row in layer_rows(one, OWN_TOKENS, ["off"])]
+    found: dict[str, Any] = {"small": small, "rows": [], "own": {}, "left_out": []}
+    found["small_step_us"] = own_rows_times(small)
+    print("small:", json.dumps(small), found["small_step_us"], flush=True)
     for number, counts in enumerate(PASSES):
         for layer in layers:
             if time.monotonic() - begin > budget_s:
@@ -248,6 +208,7 @@ def measure_projections(save: Callable[[Any], object], budget_s: float) -> dict[
             save(found)
         if not found["left_out"]:
             found["own"] = own_times(found["rows"])
+            found["dense_step_us"] = own_rows_times(found["rows"])
         if number == 0:
             found["load"] = tried_load()
         save(found)
@@ -266,6 +227,20 @@ def own_times(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
         ratios = {f"{s}_ratio": total[s] / total["off"] for s in total if s != "off"}
         own[str(tokens)] = {key: round(value, 3) for key, value in {**total, **ratios}.items()}
     return own
+
+
+def own_rows_times(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Per number of tokens the microseconds of one step's layers in bf16: the vendor's and ours."""
+    sums: dict[str, Counter[str]] = {}
+    for row in rows:
+        ours = row["paths_us"].get(f"off/{OWN_ROWS}")
+        if ours is not None:
+            total = sums.setdefault(str(row["tokens"]), Counter())
+            total["vendor"] += row["us"]["off"] * row["count"]
+            total["ours"] += ours * row["count"]
+    return {
+        tokens: {key: round(us, 2) for key, us in total.items()} for tokens, total in sums.items()
+    }
 
 
 def tried_load() -> dict[str, float]:
