@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 
 from glm_exl3.format.layout import Codebook
+from glm_exl3.fused import seam_cuda
 from glm_exl3.ops import cuda_backend, cuda_parts, dense_rows, recoded
 from glm_exl3.ops.cuda_encode import encode_tiles
 from glm_exl3.ops.tuning import Step
+from glm_exl3.ref import mhc
 from kernels import inputs
 
 RATES = ((2, Codebook.MUL1), (3, Codebook.MUL1), (4, Codebook.MCG), (6, Codebook.MCG))
@@ -71,6 +73,18 @@ def _byte_rows(generator: torch.Generator) -> None:
             dense_rows.linear(x[:, : rows.shape[1]], rows)
 
 
+def _seam(generator: torch.Generator) -> None:
+    """In blocks of 256 columns and of 512."""
+    parameters = mhc.HyperParameters(1e-5, 1e-6, 1e-6, 2.0, 20)
+    for hidden, blocks in ((256, 0), (1024, 0), (1024, 2)):
+        shapes = ((3, hidden), (3, 4, hidden), (3, 4, 1), (3, 4, 4), (24, 4 * hidden), (3,), (24,))
+        x, streams, *rest = (torch.randn(s, device="cuda", generator=generator) for s in shapes)
+        norm = torch.ones(hidden, device="cuda").bfloat16()
+        halves = (x.bfloat16(), streams.bfloat16())
+        torch.cuda.synchronize()
+        seam_cuda.seam(*halves, *rest, parameters, norm, 1e-5, blocks)
+
+
 def main() -> None:
     generator = torch.Generator("cuda").manual_seed(3)
     for bits, codebook in RATES:
@@ -82,6 +96,8 @@ def main() -> None:
         cuda_backend.dequant(matrix, torch.float16)
     cuda_backend.had128(torch.randn(3, 256, device="cuda"))
     _byte_rows(generator)
+    if seam_cuda.has_kernel(generator.device):
+        _seam(generator)
     encode_tiles(torch.randn(3, 256, device="cuda"), 4, Codebook.MCG)
     torch.cuda.synchronize()
 

@@ -50,6 +50,4 @@ def seam(  # noqa: PLR0913, PLR0917 - the tensors of one seam in their order
     Returns new streams, post and comb of the next block, and its normalised input bf16 `[T, H]`.
     """
     run = seam_cuda.seam if path_for(streams, norm_weight) == CUDA else seam_triton.seam
-    return run(
-        x, streams, post, comb, fn, scale, base, parameters, norm_weight, norm_eps
-    )  # fmt: skip
+    return run(x, streams, post, comb, fn, scale, base, parameters, norm_weight, norm_eps)
