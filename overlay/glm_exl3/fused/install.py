@@ -32,7 +32,7 @@ def _router() -> None:
 
 
 def _in_subclass() -> None:
-    """Nothing to register: classes of `models` and `quant` ask `installed`."""
+    """Nothing to register: a class of `models` asks `installed`, `quant.dense` the setting."""
 
 
 OPS: dict[str, Callable[[], None]] = {

@@ -8,15 +8,16 @@ chosen by name and batch invariance are left to vLLM.
 from __future__ import annotations
 
 import torch
-from vllm import envs
+from vllm import envs as vllm_envs
 from vllm.model_executor.layers.linear import (
     LinearBase,
     UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
 from vllm.model_executor.layers.utils import default_unquantized_gemm
+from vllm.platforms import current_platform
 
-from glm_exl3.fused.install import installed
+from glm_exl3 import envs
 from glm_exl3.ops import dense_rows
 from glm_exl3.quant.facts import Facts
 from glm_exl3.quant.linear import Exl3LinearMethod, LoadedLinear, Term
@@ -34,7 +35,7 @@ class DenseLinearMethod(UnquantizedLinearMethod):
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [..., k] -> [..., outputs of this rank] in x.dtype."""
-        plain = self._gemm_impl is default_unquantized_gemm and not envs.VLLM_BATCH_INVARIANT
+        plain = self._gemm_impl is default_unquantized_gemm and not vllm_envs.VLLM_BATCH_INVARIANT
         if bias is None and plain:
             return dense_rows.linear(x, layer.weight)
         return super().apply(layer, x, bias)
@@ -60,14 +61,19 @@ class PackedBesideDenseMethod(Exl3LinearMethod):
         layer.exl3 = LoadedDenseRows(loaded.terms, loaded.backend, loaded.together)
 
 
+def in_use() -> bool:
+    """Whether the setting names it and the platform can have it."""
+    return NAME in envs.FUSED_OPS.read() and bool(current_platform.is_cuda())
+
+
 def unquantized_method() -> UnquantizedLinearMethod:
     """The method of a layer without packed matrices."""
-    return DenseLinearMethod() if NAME in installed() else UnquantizedLinearMethod()
+    return DenseLinearMethod() if in_use() else UnquantizedLinearMethod()
 
 
 def packed_method(facts: Facts, prefix: str, sources: tuple[Source, ...]) -> Exl3LinearMethod:
     """The method of a layer with packed ones."""
-    method = PackedBesideDenseMethod if NAME in installed() else Exl3LinearMethod
+    method = PackedBesideDenseMethod if in_use() else Exl3LinearMethod
     return method(facts, prefix, sources)
 
 

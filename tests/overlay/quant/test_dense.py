@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,9 +14,16 @@ from glm_exl3.ops import dense_rows
 BF16 = torch.bfloat16
 
 
+def switch(monkeypatch: pytest.MonkeyPatch, *, on: bool) -> None:
+    from glm_exl3.quant import dense
+
+    monkeypatch.setenv("GLM_EXL3_FUSED_OPS", "dense" if on else "none")
+    monkeypatch.setattr(dense, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "_installed", {"dense"})
+    switch(monkeypatch, on=True)
 
 
 @pytest.fixture
@@ -108,7 +117,7 @@ def test_merged_layers_load_by_the_same_loader(
     """vLLM chooses between two loaders by the name of the method's class."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
-    monkeypatch.setattr(install, "_installed", {"dense"} if switched_on else set())
+    switch(monkeypatch, on=switched_on)
     at_rank(1, 2)
     layer = MergedColumnParallelLinear(
         128, [8, 16], bias=False, quant_config=exl3_config(tensors(packed)),
@@ -186,7 +195,16 @@ def test_recoding_comes_first(
     assert type(layer.quant_method) is RecodedLinearMethod
 
 
-def test_layers_without_a_configuration_are_adopted(asked, at_rank) -> None:
+def test_another_platform_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from glm_exl3.quant import dense
+
+    monkeypatch.setenv("GLM_EXL3_FUSED_OPS", "dense")
+    assert not dense.in_use()
+
+
+def test_layers_without_a_configuration_are_adopted(
+    at_rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.model_executor.layers.linear import ColumnParallelLinear
 
     from glm_exl3.quant.dense import DenseLinearMethod
@@ -197,6 +215,9 @@ def test_layers_without_a_configuration_are_adopted(asked, at_rank) -> None:
     indexer = replicated(None)
     model = torch.nn.ModuleDict({"conv": taps, "wk": indexer, "act": torch.nn.SiLU()})
     weight = indexer.weight
+    install.join(model)
+    assert type(indexer.quant_method) is not DenseLinearMethod
+    monkeypatch.setattr(install, "_installed", {"dense"})
     install.join(model)
     assert type(indexer.quant_method) is DenseLinearMethod
     assert indexer.weight is weight
