@@ -6,13 +6,13 @@
 The second runs one process per rank of a tensor-parallel engine
 (`distributed_executor_backend: external_launcher`); the first rank writes.
 
-The job holds `engine` (keyword arguments of `vllm.LLM`) and `measure`: a list of
+The job holds `engine` (keyword arguments of `vllm.LLM`) and `measure`, a list of
 `{"kind": "decode", "requests": n, "context": tokens, "tokens": steps}`, `{"kind": "prefill",
-"context": tokens}`, `{"kind": "profile", "requests": n, "context": tokens, "tokens": steps}` and
-`{"kind": "allreduce"}`, which gives several rows (`e2e.allreduce`).
-With `"drafts": k` a measurement verifies k drafts in every step (an engine of the adaptive scheduler
-that captured k). Prompts are random ids, all different. The result is written after every measurement, so a later
-failure loses nothing.
+"context": tokens}`, `{"kind": "together", "requests": n, "context": tokens, "tokens": steps}`,
+`{"kind": "profile", "requests": n, "context": tokens, "tokens": steps}` and
+`{"kind": "allreduce"}`, which gives several rows (`e2e.allreduce`). With `"drafts": k` a measurement verifies k drafts in
+every step (an engine of the adaptive scheduler that captured k). Prompts are random ids, all
+different. The result is written after every measurement, so a later failure loses nothing.
 
 Decode time is that of the request that started last: from its first token on all run together.
 """
@@ -70,7 +70,7 @@ class Bench:
         return outputs, time.perf_counter() - started
 
     def verify(self, drafts: int) -> None:
-        """Verify `drafts` in every step from now on. Raises ValueError for a length not captured."""
+        """Verify `drafts` in every step from now on. Raises ValueError if not captured."""
         self.llm.llm_engine.engine_core.engine_core.scheduler.retune({"lengths": [drafts]})
 
     def drafts(self) -> float:
@@ -102,6 +102,14 @@ class Bench:
         self.run(1, min(context, WARM_PREFILL), 1)
         _, seconds = self.run(1, context, 1)
         return {"seconds": seconds, "tokens_per_s": context / seconds}
+
+    def together(self, requests: int, context: int, tokens: int) -> dict[str, Any]:
+        """Seconds until all of `requests` are done that start together, and how many were evicted
+        meanwhile: none where all of them fit."""
+        outputs, seconds = self.run(requests, context, tokens)
+        metrics = (m for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions")
+        evicted = sum(int(metric.value) for metric in metrics)
+        return {"seconds": seconds, "finished": len(outputs), "preemptions": evicted}
 
     def profile(self, requests: int, context: int, tokens: int) -> dict[str, Any]:
         """GPU time of every kernel over `tokens` steps, without the prefill."""

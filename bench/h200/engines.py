@@ -113,7 +113,8 @@ FULL = (
         "full.verify7", "full",
         [*verified(7, [*decode(1, 4, 16), *profile(1)]),
          *(row for k in LENGTHS[:-1] for row in verified(k, decode(1, 4))),
-         *verified(7, [*prefill(32768), *decode(2, context=LONG, tokens=32)])],
+         *verified(7, [*prefill(32768),
+                       {"kind": "together", "requests": 2, "context": LONG, "tokens": 16}])],
         130, 26, max_model_len=LONG + 8192, max_num_seqs=16, **dflash(*LENGTHS),
     ),
     engine(
