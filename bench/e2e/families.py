@@ -19,6 +19,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     ("experts", r"moe_(gate_up|down|rotate)|prefill_(mma_)?kernel|route_kernel|down_scale_kernel"),
     ("experts", r"combine_kernel|rotate_pairs|moe_align"),
+    ("dense GEMM", r"dense_rows"),
     ("recoded linears", r"_rows_kernel|dynamic_per_token_scaled|scaled_mm"),
     (
         "packed linears",

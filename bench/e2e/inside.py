@@ -10,9 +10,10 @@ The job holds `engine` (keyword arguments of `vllm.LLM`) and `measure`, a list o
 `{"kind": "decode", "requests": n, "context": tokens, "tokens": steps}`, `{"kind": "prefill",
 "context": tokens}`, `{"kind": "together", "requests": n, "context": tokens, "tokens": steps}`,
 `{"kind": "profile", "requests": n, "context": tokens, "tokens": steps}` and
-`{"kind": "allreduce"}`, which gives several rows (`e2e.allreduce`). With `"drafts": k` a measurement verifies k drafts in
-every step (an engine of the adaptive scheduler that captured k). Prompts are random ids, all
-different. The result is written after every measurement, so a later failure loses nothing.
+`{"kind": "allreduce"}`, which gives several rows (`e2e.allreduce`). With `"drafts": k` a
+measurement verifies k drafts in every step (an engine of the adaptive scheduler that captured k).
+Prompts are random ids, all different. The result is written after every measurement, so a later
+failure loses nothing.
 
 Decode time is that of the request that started last: from its first token on all run together.
 """

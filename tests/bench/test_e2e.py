@@ -33,6 +33,8 @@ RESULTS = sorted((ROOT / "bench" / "expected").glob("*/e2e.json"))
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "dense GEMM"),
         ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 2>(vllm::RankData*)", "all-reduce"),
         ("void exl3::byte_rows_kernel<true, 1>(ByteRowsArguments)", "recoded linears"),
+        ("void exl3::dense_rows_kernel<1, 16>(DenseRowsArguments)", "dense GEMM"),
+        ("void exl3::mhc::mhc_seam_kernel<1>(SeamArguments)", "mHC"),
         ("something nobody knows", "other"),
     ],
 )
