@@ -51,6 +51,9 @@ SETTINGS = (
     Setting("spread, no early launch", {"GLM_EXL3_SPREAD": "1", "GLM_EXL3_EARLY_LAUNCH": "0"}),
     Setting("k in 2", {}, 2),
     Setting("k in 4", {}, 4),
+    Setting("rotated first", {"GLM_EXL3_ROTATE_FIRST": "1"}),
+    Setting("rotated first, k in 2", {"GLM_EXL3_ROTATE_FIRST": "1"}, 2),
+    Setting("rotated first, k in 4", {"GLM_EXL3_ROTATE_FIRST": "1"}, 4),
 )
 
 
@@ -248,6 +251,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=numbers, default=[1, 4, 16])
     made.add_argument("--layers", type=int, default=4)
     made.add_argument("--orders", type=names, default=list(ORDERS))
+    made.add_argument("--settings", default="", help="only those whose name begins so")
     made.add_argument("--same-suh", action="store_true", help="gate and up share input scales")
     return made
 
@@ -261,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     layers = [make_layer(random, same_suh=options.same_suh) for _ in range(options.layers)]
     rows: list[dict[str, Any]] = []
     for tokens in options.tokens:
-        for setting in SETTINGS:
+        for setting in (one for one in SETTINGS if one.name.startswith(options.settings)):
             rows.append(row_of(layers, tokens, setting, options.orders))
             print(line_of(rows[-1]), flush=True)
             found = {"device": torch.cuda.get_device_name(), "same_suh": options.same_suh}

@@ -14,7 +14,8 @@ from h200.job import Job
 
 OPS = (
     "library", "site", "caches", "flashinfer", "tiny", "folders", "warm", "gpu-tests", "memcheck",
-    "racecheck", "kv", "recode.projections", "seam", "drafting.time",
+    "racecheck", "kv", "recode.projections", "seam", "layers.rotated",
+    "drafting.time",
 )  # fmt: skip
 ENGINES = ("drafting.methods", "text.fused", "kv.turns", "recode.step")
 MODEL = ("full.served", "full.fused", "full.verify7", "peer.package", "peer.engine45")
