@@ -51,9 +51,7 @@ SETTINGS = (
     Setting("spread, no early launch", {"GLM_EXL3_SPREAD": "1", "GLM_EXL3_EARLY_LAUNCH": "0"}),
     Setting("k in 2", {}, 2),
     Setting("k in 4", {}, 4),
-    Setting("rotated first", {"GLM_EXL3_ROTATE_FIRST": "1"}),
-    Setting("rotated first, k in 2", {"GLM_EXL3_ROTATE_FIRST": "1"}, 2),
-    Setting("rotated first, k in 4", {"GLM_EXL3_ROTATE_FIRST": "1"}, 4),
+    Setting("k uncut", {}, 1),
 )
 
 

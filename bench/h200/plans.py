@@ -14,7 +14,7 @@ from h200.job import Job
 
 OPS = (
     "library", "site", "caches", "flashinfer", "tiny", "folders", "warm", "gpu-tests", "memcheck",
-    "racecheck", "kv", "recode.projections", "seam", "layers.rotated",
+    "racecheck", "kv", "recode.projections", "seam", "tune", "layers.few",
     "drafting.time",
 )  # fmt: skip
 ENGINES = ("drafting.methods", "text.fused", "kv.turns", "recode.step")

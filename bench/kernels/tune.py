@@ -1,4 +1,4 @@
-"""`python -m kernels.tune [--out FILE]`: measure plans for the model's shapes on this GPU.
+"""`python -m kernels.tune [--out FILE] [--family full]`: measure plans for the model's shapes.
 
 For every shape the ways to cut k are timed at few and at more tokens, and the paths at the token
 numbers between which they may change. The plans go, with machine and date, into the `measured` list
@@ -33,9 +33,17 @@ DENSE_SHAPES = ((4096, 24576), (8192, 4096), (1536, 16384), (4096, 2048), (4096,
 ROUTED_WIDTHS = (2048, 1024, 512)
 RATES = ((4, MCG), (3, MUL1), (4, MUL1))
 HEADS = ((4096, 154880, 6, MCG), (4096, 154880, 6, MUL1))
+FULL = (
+    *((*shape, 5, MUL1) for shape in ((4096, 2048), (2048, 4096), (8192, 4096), (16384, 4096),
+                                      (4096, 1536), (4096, 512), (1536, 2048))),
+    *((*shape, 4, MUL1) for shape in ((4096, 24576), (1536, 16384), (4096, 12288), (12288, 4096))),
+    HEADS[1],
+)  # fmt: skip
+"""Dense matrices of the 3.04-bpw checkpoint (`glm_exl3.dummy.geometry`)."""
 
 # Times one step at a number of tokens, microseconds.
 Timer = Callable[[Step, int], float]
+Case = tuple[Problem, Callable[[], Timer], Callable[[Timer], list[Step]]]
 
 
 def best_cut(timer: Timer, path: str, tokens: Sequence[int], cuts: Sequence[int]) -> int:
@@ -129,18 +137,26 @@ def _routed_timer(width: int, bits: int, codebook: Codebook) -> Timer:
     return timer
 
 
-def measured() -> Iterator[dict]:
-    """Rows for every shape whose plan differs from the rule's."""
-    cases: list[tuple[Problem, Callable[[], Timer], Callable[[Timer], list[Step]]]] = []
-    for width in ROUTED_WIDTHS:
-        for bits, codebook in RATES[:2]:
-            problem = Problem("moe", HIDDEN, width, bits, codebook.value)
-            cases.append((problem, partial(_routed_timer, width, bits, codebook), routed_plan))
-    dense = [(*shape, *rate) for shape in DENSE_SHAPES for rate in RATES] + list(HEADS)
+def cases(family: str) -> list[Case]:
+    """What is measured: shapes of one checkpoint's dense matrices, or of all."""
+    found: list[Case] = []
+    dense = list(FULL)
+    if family == "all":
+        for width in ROUTED_WIDTHS:
+            for bits, codebook in RATES[:2]:
+                problem = Problem("moe", HIDDEN, width, bits, codebook.value)
+                found.append((problem, partial(_routed_timer, width, bits, codebook), routed_plan))
+        dense = [(*shape, *rate) for shape in DENSE_SHAPES for rate in RATES]
+        dense = list(dict.fromkeys([*dense, *HEADS, *FULL]))
     for k, n, bits, codebook in dense:
         problem = Problem("linear", k, n, bits, codebook.value)
-        cases.append((problem, partial(_dense_timer, k, n, bits, codebook), dense_plan))
-    for problem, make, plan in cases:
+        found.append((problem, partial(_dense_timer, k, n, bits, codebook), dense_plan))
+    return found
+
+
+def measured(wanted: Sequence[Case]) -> Iterator[dict]:
+    """Rows for every shape whose plan differs from the rule's."""
+    for problem, make, plan in wanted:
         row = row_of(problem, plan(make()))
         rule = next(rule for rule in tuning.table()["rules"] if rule["op"] == problem.op)
         differs = row["steps"] != rule["steps"]
@@ -150,9 +166,14 @@ def measured() -> Iterator[dict]:
             yield row
 
 
-def merged(table: dict, rows: Sequence[dict], capability: tuple[int, int]) -> dict:
-    """`table` with `rows` in place of every measured row of `capability`."""
-    kept = [row for row in table["measured"] if tuple(row["capability"]) != capability]
+def merged(
+    table: dict, rows: Sequence[dict], capability: tuple[int, int], tried: Sequence[Problem]
+) -> dict:
+    """`table` with `rows` in place of what it had for `tried` on this compute capability."""
+    kept = [
+        row for row in table["measured"]
+        if not any(tuning.matches(row, problem, capability) for problem in tried)
+    ]  # fmt: skip
     return {**table, "measured": [*kept, *rows]}
 
 
@@ -170,10 +191,11 @@ def text_of(table: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure plans for the model's shapes.")
     parser.add_argument("--out", type=Path, default=tuning.TABLE)
-    out = parser.parse_args().out
-    table = json.loads(tuning.TABLE.read_text())
-    capability = torch.cuda.get_device_capability()
-    out.write_text(text_of(merged(table, list(measured()), capability)))
+    parser.add_argument("--family", choices=("all", "full"), default="all")
+    options = parser.parse_args()
+    table, wanted = json.loads(tuning.TABLE.read_text()), cases(options.family)
+    capability, tried = torch.cuda.get_device_capability(), [problem for problem, _, _ in wanted]
+    options.out.write_text(text_of(merged(table, list(measured(wanted)), capability, tried)))
 
 
 if __name__ == "__main__":

@@ -206,3 +206,24 @@ def test_the_custom_operation_has_a_true_fake(generator):
         (call.x, call.ids, call.weights, *flat[0], *flat[1], LIMIT, None, "cuda"),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+@pytest.mark.parametrize("split", [0, 1, 2, 4])
+@pytest.mark.parametrize("width", [1024, 2048])
+@pytest.mark.parametrize("same", [True, False])
+def test_where_inputs_are_rotated_changes_no_bit(backend, generator, width, split, same):
+    """Few blocks rotate for themselves, more of them read what a launch of its own has rotated."""
+    stacks = backend.prepare_moe(
+        *random_stacks(generator, 16, 1024, width, 48, MUL1, same_suh=same)
+    )  # fmt: skip
+    call = random_routing(8, 1024, 16, 8, generator)
+    call.x[3, 17] = 1e4
+    how = Step("streamed", split_k=split)
+
+    def outputs(tokens: int) -> torch.Tensor:
+        few = (part[:tokens] for part in (call.x, call.ids, call.weights))
+        return backend.moe(*few, *stacks, LIMIT, how=how)
+
+    together = outputs(8)
+    for tokens in range(1, 8):
+        assert torch.equal(outputs(tokens), together[:tokens])

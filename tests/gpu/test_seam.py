@@ -108,8 +108,10 @@ def test_it_computes_the_reference(generator, hidden, tokens):
 
 @pytest.mark.parametrize(("hidden", "blocks"), [(512, 1), (1024, 2), (2048, 4), (4096, 8)])
 def test_blocks_of_twice_the_columns(generator, hidden, blocks):
-    """What devices take whose clusters end at eight blocks."""
-    check(inputs_of(generator, SOME_TOKENS, hidden), constants_of(generator, hidden), blocks)
+    """What many tokens take, and devices whose clusters end at eight blocks; the same bits."""
+    inputs, constants = inputs_of(generator, SOME_TOKENS, hidden), constants_of(generator, hidden)
+    check(inputs, constants, blocks)
+    assert same(run(inputs, constants, blocks), run(inputs, constants, 2 * blocks))
 
 
 @pytest.mark.parametrize("magnitude", [1e-3, 1e3])

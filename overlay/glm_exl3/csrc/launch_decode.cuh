@@ -101,11 +101,12 @@ inline DecodeScratch carve(const MoeArguments& a) {
     s.down_counters = a.counters + pairs * (intermediate / 128);
     s.intermediate_scale = reinterpret_cast<float*>(take(pairs * (intermediate / 128) * 4));
     s.intermediate = reinterpret_cast<__half*>(take(pairs * intermediate * 2));
-    s.down_parts = reinterpret_cast<float*>(take(pairs * hidden * moe_split(a.tokens, a.w13.n, a.split_k) * 4));
-    if (rotates_before(a.tokens)) {
+    const int split = moe_split(a.tokens, a.w13.n, a.split_k);
+    s.down_parts = reinterpret_cast<float*>(take(pairs * hidden * split * 4));
+    if (rotates_before(a.tokens, split)) {
         const int64_t lines = pairs * (a.same_suh ? 1 : 2);
         s.rotated = reinterpret_cast<__half*>(take(lines * hidden * 2));
-        s.rotated_scale = reinterpret_cast<float*>(take(lines * 4));
+        s.rotated_scale = reinterpret_cast<float*>(take(lines * split * 4));
     }
     s.gate_parts = reinterpret_cast<float*>(at);
     return s;
@@ -129,19 +130,20 @@ struct Parts {
 template <int K, Codebook C>
 int launch_gate_up(const MoeArguments& a, cudaStream_t stream) {
     using Work = Stream<K, C, 1, 2>;
-    const Parts parts(a.w13.k, moe_split(a.tokens, a.w13.n, a.split_k));
+    const int split = moe_split(a.tokens, a.w13.n, a.split_k);
+    const Parts parts(a.w13.k, split);
     const int row_bytes = parts.size * 2 * (a.same_suh ? 1 : 2);
     const int cap = row_cap(a.tokens, Work::kRingBytes, row_bytes);
     const dim3 grid(a.w13.n / 128, a.tokens * a.top_k, parts.count);
     const int bytes = spread_bytes(std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes), grid);
     const DecodeScratch scratch = carve(a);
-    if (!rotates_before(a.tokens)) {
+    if (!rotates_before(a.tokens, split)) {
         // Not early: among the last blocks of the call before, these would spread unevenly.
         return launch(moe_gate_up<K, C, 1, false>, grid, bytes, stream, false, a, scratch, parts.count,
                       parts.size, cap);
     }
-    const dim3 lines(a.tokens * a.top_k, a.same_suh ? 1 : 2);
-    if (const int error = launch(moe_rotate, lines, 0, stream, true, a, scratch)) return error;
+    const dim3 lines(a.tokens * a.top_k, a.same_suh ? 1 : 2, parts.count);
+    if (const int error = launch(moe_rotate, lines, 0, stream, true, a, scratch, parts.size)) return error;
     return launch(moe_gate_up<K, C, 1, true>, grid, bytes, stream, true, a, scratch, parts.count,
                   parts.size, cap);
 }

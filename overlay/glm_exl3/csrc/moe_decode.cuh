@@ -21,7 +21,7 @@ struct DecodeScratch {
     __half* intermediate;  // [pairs, I], fragment order within sixteen
     float* down_parts;     // [pairs, split, H]
     __half* rotated;       // [inputs, pairs, H], fragment order within sixteen, where rotated beforehand
-    float* rotated_scale;  // [inputs, pairs], powers of two
+    float* rotated_scale;  // [inputs, pairs, split], powers of two
     float* gate_parts;     // [pairs, I/128, split, 256]
 };
 
@@ -185,7 +185,7 @@ moe_gate_up(const MoeArguments a, const DecodeScratch scratch, int split, int k_
             const int64_t pairs = static_cast<int64_t>(a.tokens) * a.top_k;
             for (int row = 0; row < rows; ++row) {
                 const int64_t line = input * pairs + group.pair[row];
-                if (threadIdx.x == 0) scales[input * rows + row] = __ldcg(scratch.rotated_scale + line);
+                if (threadIdx.x == 0) scales[input * rows + row] = __ldcg(scratch.rotated_scale + line * split + part);
                 const __half* from = scratch.rotated + line * a.w13.k + k_begin;
                 for (int chunk = threadIdx.x; chunk < k_size / 8; chunk += kThreads) {
                     copy_async_16(shared_address(to + ((chunk >> 1) * rows + row) * 16 + (chunk & 1) * 8),

@@ -26,26 +26,27 @@ rotate_tokens(const LinearArguments a, const LinearScratch scratch, int rows_per
     if (threadIdx.x == 0) scratch.scales[token * gridDim.x + part] = row_scale(&bound, 0);
 }
 
-// Rotates the input of every pair once, for calls in which many column blocks would repeat it for many rows.
-// Grid: (pairs, inputs).
+// Rotates the input of every pair once, part by part as the blocks of the product would.
+// Grid: (pairs, inputs, parts of k).
 static __global__ void __launch_bounds__(kThreads)
-moe_rotate(const MoeArguments a, const DecodeScratch scratch) {
+moe_rotate(const MoeArguments a, const DecodeScratch scratch, int k_part) {
     __shared__ unsigned bound;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = blockIdx.x;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = blockIdx.x, part = blockIdx.z;
     if (threadIdx.x == 0) bound = 0;
     wait_for_previous_kernel();
     allow_next_kernel();
     const int expert = local_expert(a, expert_of(a, pair));
     if (expert < 0) return;
+    const int k_begin = part * k_part;
     const __half* suh = static_cast<const __half*>(a.w13.suh) +
-                        (static_cast<int64_t>(expert) * gridDim.y + blockIdx.y) * a.w13.k;
-    const int64_t index = static_cast<int64_t>(pair / a.top_k) * a.w13.k;
-    const auto source =
-        row_source(a.x, static_cast<Type>(a.x_type), [=](int) { return index; }, suh, a.w13.k, 1);
+                        (static_cast<int64_t>(expert) * gridDim.y + blockIdx.y) * a.w13.k + k_begin;
+    const int64_t index = static_cast<int64_t>(pair / a.top_k) * a.w13.k + k_begin;
+    const auto source = row_source(a.x, static_cast<Type>(a.x_type), [=](int) { return index; }, suh,
+                                   min(k_part, a.w13.k - k_begin), 1);
     __syncthreads();
     const int64_t line = static_cast<int64_t>(blockIdx.y) * gridDim.x + pair;
-    rotate_rows(source, &bound, scratch.rotated + line * a.w13.k, 1, 0, warp, lane);
-    if (threadIdx.x == 0) scratch.rotated_scale[line] = row_scale(&bound, 0);
+    rotate_rows(source, &bound, scratch.rotated + line * a.w13.k + k_begin, 1, 0, warp, lane);
+    if (threadIdx.x == 0) scratch.rotated_scale[line * gridDim.z + part] = row_scale(&bound, 0);
 }
 
 }  // namespace exl3

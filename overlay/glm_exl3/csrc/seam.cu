@@ -7,6 +7,8 @@
 namespace exl3 {
 namespace mhc {
 
+constexpr int kSpreadTokens = 5;  // up to so many 16 blocks a token are faster than 8
+
 // No block may end while another stores into its shared memory: the warps that stay wait for all such stores.
 template <int Parts>
 __global__ void __launch_bounds__(kSeamThreads, 1) mhc_seam_kernel(const SeamArguments a) {
@@ -31,16 +33,17 @@ __global__ void __launch_bounds__(kSeamThreads, 1) mhc_seam_kernel(const SeamArg
     wait_for_previous_kernel();
     advance<Parts>(shared.streams[at.stream], pointers);
     __syncthreads();
-    float sums[8] = {};
+    const int number = at.lane / 4;
 #pragma unroll
     for (int part = 0; part < Parts; ++part) {
         if (part > 0) load_weights(weights, a, at, part);
+        float sums[8] = {};
         multiply(sums, weights, &shared.streams[at.stream][part * kUnit / 2], at);
+        const float sum = transposed_sum(sums, at.lane);
+        float* own = shared.own[part][at.stream];
+        if (at.lane % 4 == 0 && number < kOutputs) own[at.quarter * kOutputs + number] = sum;
+        if (at.lane == 4 * kOutputs && at.quarter == 0) own[kMixes] = sum;
     }
-    const float sum = transposed_sum(sums, at.lane);
-    const int number = at.lane / 4;
-    if (at.lane % 4 == 0 && number < kOutputs) shared.own[at.stream][at.quarter * kOutputs + number] = sum;
-    if (at.lane == 4 * kOutputs && at.quarter == 0) shared.own[at.stream][kMixes] = sum;
     __syncthreads();
     send_sums(shared, at, peers);
     __syncwarp();
@@ -75,18 +78,19 @@ int launch_seam(const SeamArguments& a, int blocks, cudaStream_t stream) {
     return cudaLaunchKernelEx(&config, kernel, a);
 }
 
-// Clusters of 16 exist on datacentre chips only.
-int most_blocks(int wanted) {
+// Clusters of 16 exist on datacentre chips only, and with more tokens two of them no longer run side by side.
+int most_blocks(int wanted, int tokens) {
     const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
     const int most = major < 9 ? 0 : major <= 10 ? kMostBlocks : kPortableBlocks;
-    return wanted > 0 ? std::min(wanted, most) : most;
+    if (wanted > 0) return std::min(wanted, most);
+    return tokens <= kSpreadTokens ? most : std::min(most, kPortableBlocks);
 }
 
 }  // namespace mhc
 
 int seam(const SeamArguments& a, cudaStream_t stream) {
     using namespace mhc;
-    const int units = a.hidden / kUnit, blocks = std::min(units, most_blocks(a.blocks));
+    const int units = a.hidden / kUnit, blocks = std::min(units, most_blocks(a.blocks, a.tokens));
     if (blocks < 1 || a.hidden % kUnit != 0 || units > kMostBlocks || (units & (units - 1)) != 0 || a.tokens > 65535) {
         return kUnsupported;
     }

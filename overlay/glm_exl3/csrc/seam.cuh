@@ -22,7 +22,7 @@ static_assert(kOutputs == 6 && kSent * 4 > kMixes && kSent <= 8 && kMostBlocks <
 template <int Parts>
 struct alignas(16) SeamShared {
     uint32_t streams[kStreams][Parts * kUnit / 2];  // new, pairs of bf16
-    float own[kStreams][kRow];                      // sums over this block's columns of a stream
+    float own[Parts][kStreams][kRow];               // sums over a part's columns of a stream
     float mixes[kMostBlocks][kRow];                 // and of every block of the cluster
     float squares[kMostBlocks][kStreams * Parts];   // of the next block's input, of every block's warps
     uint64_t mixes_here, squares_here;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void prepare(SeamShared<Parts>& shared, int blocks) {
     const int t = threadIdx.x;
     static_assert(kMostBlocks * kRow == kSeamThreads && kMostBlocks * kStreams * Parts <= kSeamThreads);
     if (t >= blocks * kRow) shared.mixes[t / kRow][t % kRow] = 0.0f;
-    if (t < kStreams * kRow) shared.own[t / kRow][t % kRow] = 0.0f;
+    if (t < Parts * kStreams * kRow) shared.own[t / kRow / kStreams][t / kRow % kStreams][t % kRow] = 0.0f;
     constexpr int kWarpSums = kStreams * Parts;
     if (t >= blocks * kWarpSums && t < kMostBlocks * kWarpSums) shared.squares[t / kWarpSums][t % kWarpSums] = 0.0f;
     if (t == 0) {
@@ -178,7 +178,7 @@ __device__ __forceinline__ void advance(uint32_t* streams, const SeamPointers& p
     }
 }
 
-// Adds a warp's share of one part to its sums: six outputs, then the squares in the first warp of a stream.
+// A warp's sums over its share of one part: six outputs, then the squares in the first warp of a stream.
 __device__ __forceinline__ void multiply(float (&sums)[8], const float4 (&weights)[kOutputs][2],
                                          const uint32_t* streams, const SeamPlace& at) {
 #pragma unroll
@@ -231,19 +231,28 @@ __device__ __forceinline__ SeamPeers peers_of_thread(SeamShared<Parts>& shared, 
     return to;
 }
 
+__device__ __forceinline__ void add(float4& sum, const float4& four) {
+    sum.x += four.x;
+    sum.y += four.y;
+    sum.z += four.z;
+    sum.w += four.w;
+}
+
+// Two parts of a block are added as two blocks with one each would be, so a token has the same bits either way.
 template <int Parts>
 __device__ __forceinline__ void send_sums(const SeamShared<Parts>& shared, const SeamPlace& at, const SeamPeers& to) {
     if (at.warp >= at.blocks || at.lane >= kSent) return;
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4 sums[Parts];
 #pragma unroll
-    for (int s = 0; s < kStreams; ++s) {
-        const float4 four = *reinterpret_cast<const float4*>(&shared.own[s][4 * at.lane]);
-        sum.x += four.x;
-        sum.y += four.y;
-        sum.z += four.z;
-        sum.w += four.w;
+    for (int part = 0; part < Parts; ++part) {
+        sums[part] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int s = 0; s < kStreams; ++s) {
+            add(sums[part], *reinterpret_cast<const float4*>(&shared.own[part][s][4 * at.lane]));
+        }
+        if (part > 0) add(sums[0], sums[part]);
     }
-    store_async(to.mixes, sum, to.mixes_here);
+    store_async(to.mixes, sums[0], to.mixes_here);
 }
 
 // Lane l's logit of output l, from the sums of all blocks.

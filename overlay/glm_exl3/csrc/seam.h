@@ -26,7 +26,7 @@ struct SeamArguments {
     void* block_input;
     int tokens, hidden, iterations;
     float rms_eps, pre_eps, sinkhorn_eps, post_multiplier, norm_eps;
-    int blocks;  // most blocks a token may take, a power of two; 0: as many as the device allows
+    int blocks;  // most blocks a token may take, a power of two; 0: as many as serve best
 };
 
 // kUnsupported also where there are no clusters: before compute capability 9.

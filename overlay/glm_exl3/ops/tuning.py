@@ -89,7 +89,8 @@ def steps_of(row: Mapping[str, Any]) -> tuple[Step, ...]:
     return steps
 
 
-def _matches(row: Mapping[str, Any], problem: Problem, capability: tuple[int, int]) -> bool:
+def matches(row: Mapping[str, Any], problem: Problem, capability: tuple[int, int]) -> bool:
+    """Whether a measured row is for this shape and device."""
     shape = (row["op"], row["k"], row["n"], row["bits"], row["codebook"])
     wanted = (problem.op, problem.k, problem.n, problem.bits, problem.codebook)
     return shape == wanted and tuple(row["capability"]) == capability
@@ -98,7 +99,7 @@ def _matches(row: Mapping[str, Any], problem: Problem, capability: tuple[int, in
 @cache
 def plan(problem: Problem, capability: tuple[int, int]) -> tuple[Step, ...]:
     """The steps for `problem` on a device of `capability`, fewest tokens first; logs them once."""
-    rows = [row for row in table()["measured"] if _matches(row, problem, capability)]
+    rows = [row for row in table()["measured"] if matches(row, problem, capability)]
     if rows:
         source = f"measured on {rows[-1]['machine']}, {rows[-1]['date']}"
     else:

@@ -39,14 +39,25 @@ def test_experts_stream_at_least_the_tokens_that_must_be_alike():
     assert plan == [Step("streamed", 8), Step("tiled")]
 
 
-def test_rows_are_plans_and_replace_those_of_their_capability(monkeypatch: pytest.MonkeyPatch):
+def test_rows_are_plans_and_replace_those_of_their_shape(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    row = tune.row_of(Problem("linear", 128, 256, 4, "mcg"), tune.dense_plan(timer))
+    problem = Problem("linear", 128, 256, 4, "mcg")
+    row = tune.row_of(problem, tune.dense_plan(timer))
     assert tuning.steps_of(row) == tuple(tune.dense_plan(timer))
-    other = {**row, "capability": [8, 0]}
-    table = {"rules": tuning.table()["rules"], "measured": [{**row, "n": 512}, other]}
-    assert tune.merged(table, [row], (9, 0))["measured"] == [other, row]
+    others = [{**row, "capability": [8, 0]}, {**row, "n": 512}]
+    table = {"rules": tuning.table()["rules"], "measured": [{**row, "date": "before"}, *others]}
+    assert tune.merged(table, [row], (9, 0), [problem])["measured"] == [*others, row]
+    assert tune.merged(table, [], (9, 0), [problem])["measured"] == others
+
+
+def test_every_dense_matrix_of_the_model_has_a_case_and_none_comes_twice():
+    for family in ("full", "all"):
+        problems = [problem for problem, _, _ in tune.cases(family)]
+        assert len(set(problems)) == len(problems) >= len(tune.FULL)
+        assert {(p.k, p.n, p.bits) for p in problems} >= {case[:3] for case in tune.FULL}
 
 
 @pytest.mark.parametrize("rows", [[], [{"op": "linear", "k": 1}]])
