@@ -4,9 +4,9 @@
         [--beside "WORKER COMMAND"] -- COMMAND ...
 
 READY is the first completion of one token, counted from the start of the command; `/health` proves
-nothing. The command is the engine's own (`vllm serve ...`) and must listen on `--url`. Its output
-goes to stdout. `--beside` commands, such as a headless worker, start before it and stop after it.
-Behind READY comes `glm_bench.load`.
+nothing. The longest request that the server takes is noted, too. The command is the engine's own
+(`vllm serve ...`) and must listen on `--url`. Its output goes to stdout. `--beside` commands, such
+as a headless worker, start before it and stop after it. Behind READY comes `glm_bench.load`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from glm_bench import load
-from glm_bench.client import Endpoint, ServerError, served_model
+from glm_bench.client import Endpoint, ServerError, first_model, served_model
 
 POLL_S = 0.5
 STOP_S = 20
@@ -96,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     server = subprocess.Popen(options.command)
     try:
         endpoint, result["ready_s"] = wait_ready(options.url, server, options.limit, others)
+        result["max_model_len"] = first_model(options.url, None).get("max_model_len")
         measure(endpoint, options, save)
     finally:
         options.result.write_text(json.dumps(result))

@@ -180,12 +180,21 @@ def collect(
     return Completion(tuple(chunks), reasoning, text, usage["prompt_tokens"], tokens, finish)
 
 
-def served_model(base_url: str, key: str | None) -> str:
-    """The first model an endpoint lists; raises `ServerError`."""
+def first_model(base_url: str, key: str | None) -> dict[str, Any]:
+    """What an endpoint says of the first model it lists; raises `ServerError`."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         reply = httpx.get(f"{base_url}/models", headers=headers, timeout=30)
         reply.raise_for_status()
-        return str(reply.json()["data"][0]["id"])
+        found: dict[str, Any] = reply.json()["data"][0]
     except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
         raise ServerError(f"{base_url}/models: {error}") from None
+    return found
+
+
+def served_model(base_url: str, key: str | None) -> str:
+    """The name of the first model an endpoint lists; raises `ServerError`."""
+    try:
+        return str(first_model(base_url, key)["id"])
+    except KeyError:
+        raise ServerError(f"{base_url}/models: its model has no id") from None

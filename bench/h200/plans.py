@@ -15,9 +15,8 @@ from h200.job import Job
 OPS = (
     "library", "site", "caches", "flashinfer", "tiny", "folders", "warm", "gpu-tests", "memcheck",
     "racecheck", "kv", "recode.projections", "seam", "tune", "layers.few",
-    "drafting.time",
 )  # fmt: skip
-ENGINES = ("drafting.methods", "text.fused", "kv.turns", "recode.step")
+ENGINES = ("drafting.methods", "text.fused", "kv.turns", "recode.step", "drafting.time")
 MODEL = ("full.served", "full.fused", "full.verify7", "peer.package", "peer.engine45")
 PAIR = ("pair.served", "pair.verify7", "gpu-tests.two")
 MORE = (
