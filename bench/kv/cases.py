@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from glm_exl3.attention import hopper, pools, rows, sparse_mla, tiles
@@ -11,6 +11,8 @@ from glm_exl3.format.kv import BF16, LAYOUTS, RowLayout
 
 ARCHITECTURES = (80, 86, 89, 90, 120, 121)
 HEADS = (64, 32, 16)
+SM90_TOKENS = (4096, 64, tiles.FEW, 1)
+"""Of SM90, whose tile depends on them: at least one number for each step of its tables."""
 COLUMNS = 2176
 PROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 120: 188, 121: 48}
 """Of an A100, A40, L40S, H200, RTX PRO 6000 and GB10; they set the splits that are compiled."""
@@ -18,14 +20,23 @@ PROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 120: 188, 121: 48}
 
 @dataclass(frozen=True)
 class Case:
-    """One compilation. `signature` maps arguments to types, `constants` the rest to values."""
+    """One compilation. `signature` maps arguments to types, `constants` the rest to values.
 
-    name: str
+    `heads`: numbers of heads of a rank that it serves; they are an argument, not a constant.
+    """
+
+    what: str
     architecture: int
     kernel: Any
     signature: dict[str, str]
     constants: dict[str, Any]
     warps: int
+    heads: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        served = "/".join(map(str, self.heads))
+        return f"{self.what}, {served} heads" if served else self.what
 
 
 def _types(pointers: dict[str, str], integers: str, floats: str = "") -> dict[str, str]:
@@ -53,7 +64,7 @@ def attend(
     splits = tiles.splits_for(tokens, heads, tile, PROCESSORS[architecture])
     width = tiles.split_columns(COLUMNS, splits, tile.keys)
     if tile.kernel != "triton":
-        return on_hopper(layout, whole=width >= COLUMNS)
+        return on_hopper(layout, heads, whole=width >= COLUMNS)
     constants = {
         "SPLIT": width,
         "SCAN": 1 << (width - 1).bit_length(),
@@ -65,21 +76,21 @@ def attend(
         "WIDE": False,
     }
     shape = "whole" if width >= COLUMNS else f"{-(-COLUMNS // width)} splits"
-    name = f"attend {layout.name} {heads} heads {shape}"
+    name = f"attend {layout.name} {shape}"
     kernel, types = sparse_mla.attend_kernel, _attend_types(layout)
-    return Case(name, architecture, kernel, types, constants, tile.warps)
+    return Case(name, architecture, kernel, types, constants, tile.warps, (heads,))
 
 
-def on_hopper(layout: RowLayout, *, whole: bool) -> Case:
-    """SM90's own kernel for 64 heads."""
+def on_hopper(layout: RowLayout, heads: int, *, whole: bool) -> Case:
+    """SM90's own kernel, which masks the heads that are missing to 64."""
     constants = {
         "SCAN": 1 << (COLUMNS - 1).bit_length(),
         "LAYOUT": layout.name,
         "WHOLE": whole,
     }
-    name = f"hopper {layout.name} 64 heads {'whole' if whole else 'splits'}"
+    name = f"hopper {layout.name} {'whole' if whole else 'splits'}"
     types = _attend_types(layout, "width")
-    return Case(name, 90, hopper.attend_kernel, types, constants, hopper.WARPS)
+    return Case(name, 90, hopper.attend_kernel, types, constants, hopper.WARPS, (heads,))
 
 
 def merge(architecture: int) -> Case:
@@ -152,18 +163,19 @@ def indexer(architecture: int) -> Iterator[Case]:
 
 
 def all_cases() -> list[Case]:
-    """Everything once: 64 heads first, then what differs for fewer, then the small kernels."""
+    """Everything once, each with all heads that it serves: attention, then the small kernels."""
     layouts = list(LAYOUTS.values())
     cases = [
         attend(architecture, heads, layout, tokens)
-        for heads, tokens in ((64, 4096), (16, 4096), (32, 4096), (64, 1), (16, 1))
+        for heads, tokens in ((64, 4096), (32, 4096), (16, 4096), (64, 1), (32, 1), (16, 1))
         for architecture in ARCHITECTURES
         for layout in layouts
     ]
     cases += [
-        attend(90, 64, layout, tokens, gluon=gluon)
+        attend(90, heads, layout, tokens, gluon=gluon)
+        for heads in HEADS
         for gluon in (True, False)
-        for tokens in (4096, tiles.FEW, 1)
+        for tokens in SM90_TOKENS
         for layout in layouts
     ]
     for architecture in ARCHITECTURES:
@@ -173,7 +185,9 @@ def all_cases() -> list[Case]:
     for case in cases:
         constants = tuple(sorted(case.constants.items()))
         kernel = f"{case.kernel.__module__}.{case.kernel.__name__}"
-        unique.setdefault((kernel, case.architecture, constants, case.warps), case)
+        key = (kernel, case.architecture, constants, case.warps)
+        served = {*unique.get(key, case).heads, *case.heads}
+        unique[key] = replace(case, heads=tuple(sorted(served, reverse=True)))
     return list(unique.values())
 
 
@@ -186,5 +200,5 @@ def sample() -> list[Case]:
         attend(architecture, 16, layouts[place % 3], 1 if place % 2 else 4096)
         for place, architecture in enumerate(ARCHITECTURES)
     ]
-    cases += [on_hopper(layouts[1], whole=True)]
+    cases += [on_hopper(layouts[1], 64, whole=True)]
     return [*cases, merge(80), write(80, layouts[1]), *indexer(80)]

@@ -111,8 +111,8 @@ def page(found: Sequence[Built], wanted: int) -> str:
 # Triton kernels of the latent cache, compiled without a GPU
 
 {made}; `python -m kv.compile --out FILE`. Stack is what a thread keeps outside registers; async
-copies are `cp.async` instructions in the PTX, of which row gathers have 16 bytes each. A kernel
-that serves several numbers of heads stands under the largest.
+copies are `cp.async` instructions in the PTX, of which row gathers have 16 bytes each. Heads are
+those of a rank; their number is an argument, so one kernel serves several.
 
 {table(found)}
 """

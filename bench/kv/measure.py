@@ -1,14 +1,15 @@
 """Time the Triton attention and indexer on a GPU, beside vLLM's fastest and the bounds.
 
-    python -m kv.measure [--quick] [--seconds 240] RESULT.json
+    python -m kv.measure [--quick] [--heads 64,32,16] [--seconds 240] RESULT.json
 
 Decode: 1, 4 and 16 requests of 8k to 512k tokens, one and eight tokens each (verify at k=7).
 Prefill: a chunk of 2,048 tokens at the end of 8k to 128k. Every figure is the median of calls in a
 CUDA graph, each over another layer's cache so that rows come from memory. vLLM's side holds what
 its back ends do per layer: the conversion of indices and FlashAttention 3's or FlashInfer's kernel.
-Both outputs are compared. Rows of 64 heads (one rank) come first; behind `--seconds` nothing new
-starts. The result is written after every row; the last line and the exit status say whether every
-row is within its limit. Tiles are compared by `kv.variants`.
+Both outputs are compared. Rows of 64 heads (one rank) come first, then those of more ranks by
+context, all heads together: 128k, 8k, 512k, 32k; behind `--seconds` nothing new starts. The result
+is written after every row; the last line and the exit status say whether every row is within its
+limit. Tiles are compared by `kv.variants`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,9 @@ from kv.bounds import CHOSEN, H200, Bound, attention, scoring
 BLOCK, WIDTH, BUDGET, SCALE = 64, 2176, 2048, 256**-0.5
 LAYERS, PASSES = 4, 3
 DECODE_LIMIT, PREFILL_LIMIT = 1.5, 2.0
+ONE_RANK, HEADS, CONTEXTS, QUICK = 64, (64, 32, 16), (128, 8, 512, 32), (128, 8)
+LONGEST_PREFILL = 128
+"""Contexts are in thousands of tokens, those that decide first."""
 MOST_TOKENS = 8192 << 10  # 34 GB of bf16 rows in four layers
 
 
@@ -53,16 +57,14 @@ class Shape:
         return self.requests * self.each
 
 
-def shapes(quick: bool) -> Iterator[Shape]:
-    contexts = (8, 128) if quick else (8, 32, 128, 512)
-    for heads in (64,) if quick else (64, 32, 16):
-        for context in contexts:
-            for requests in (1, 4, 16):
-                if requests * context <= MOST_TOKENS >> 10:
-                    for each in (1, 8):
-                        yield Shape("decode", requests, each, context << 10, heads)
-        for context in (8, 32, 128):
-            yield Shape("prefill", 1, 2048, context << 10, heads)
+def shapes(heads: int, context: int) -> Iterator[Shape]:
+    """Decode and prefill of `context` thousands of tokens."""
+    for requests in (1, 4, 16):
+        if requests * context <= MOST_TOKENS >> 10:
+            for each in (1, 8):
+                yield Shape("decode", requests, each, context << 10, heads)
+    if context <= LONGEST_PREFILL:
+        yield Shape("prefill", 1, 2048, context << 10, heads)
 
 
 class Scene:
@@ -118,12 +120,14 @@ class Scene:
             used += count
         return made
 
-    def ours(self, cache: Tensor, tile: tiles.Tile | None = None) -> Tensor:
+    def tile(self) -> tiles.Tile:
+        """That of a launch."""
         shape = self.shape
-        architecture, processors = device()
-        wide = (architecture, shape.heads, self.layout, shape.tokens)
-        chosen = tile or sparse_mla.launch_tile(*wide)
-        splits = tiles.splits_for(shape.tokens, shape.heads, chosen, processors)
+        return sparse_mla.launch_tile(device()[0], shape.heads, self.layout, shape.tokens)
+
+    def ours(self, cache: Tensor, tile: tiles.Tile | None = None) -> Tensor:
+        shape, chosen = self.shape, tile or self.tile()
+        splits = tiles.splits_for(shape.tokens, shape.heads, chosen, device()[1])
         paged = sparse_mla.Paged(cache, self.table, self.layout)
         return sparse_mla.attend(
             self.q, paged, self.request, self.indices, SCALE, chosen, splits, self.allocate
@@ -218,6 +222,7 @@ def attention_row(shape: Shape) -> dict[str, Any]:
         scene = Scene(shape, layout)
         found = scene.ours(scene.caches[0]).float()
         row[f"{layout.name}_us"] = graph_us(scene.ours, scene.caches * PASSES)
+        row[f"{layout.name}_tile"] = named(scene.tile())
         wide = (shape.tokens, shape.heads, shape.context, layout.row_bytes, shape.requests)
         bound: Bound = attention(H200, *wide)
         row[f"{layout.name}_bound_us"], row[f"{layout.name}_bound"] = bound.us, bound.cause
@@ -237,6 +242,10 @@ def attention_row(shape: Shape) -> dict[str, Any]:
         row["ratio"] = row["bf16_us"] / min(peers)
         row["limit"] = DECODE_LIMIT if shape.kind == "decode" else PREFILL_LIMIT
     return row
+
+
+def named(tile: tiles.Tile) -> str:
+    return f"{tile.kernel} {tile.heads}x{tile.keys}, {tile.warps}, {tile.stages}"
 
 
 def away(found: Tensor, wanted: Tensor | None) -> float | None:
@@ -278,43 +287,69 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def rows(quick: bool) -> Iterator[Callable[[], dict[str, Any]]]:
+def rows(heads: Sequence[int], quick: bool) -> Iterator[partial[dict[str, Any]]]:
     """What is measured, the most wanted first."""
-    asked = list(shapes(quick))
-    first, later = ([s for s in asked if (s.heads == 64) == wanted] for wanted in (True, False))  # noqa: PLR2004
-    yield from (partial(attention_row, shape) for shape in first)
-    for requests, each, context in ((1, 1, 1 << 17), (16, 8, 1 << 17), (1, 2048, 1 << 17)):
-        yield partial(indexer_row, requests, each, context)
-    yield from (partial(attention_row, shape) for shape in later)
+    contexts = QUICK if quick else CONTEXTS
+    if ONE_RANK in heads:
+        for context in contexts:
+            yield from (partial(attention_row, shape) for shape in shapes(ONE_RANK, context))
+        for requests, each, context in ((1, 1, 1 << 17), (16, 8, 1 << 17), (1, 2048, 1 << 17)):
+            yield partial(indexer_row, requests, each, context)
+    for context in contexts:
+        for fewer in heads:
+            if fewer != ONE_RANK:
+                yield from (partial(attention_row, shape) for shape in shapes(fewer, context))
 
 
-def verdict(found: list[dict[str, Any]], planned: int) -> dict[str, Any]:
-    """The worst ratio of each kind to vLLM's fastest, and whether all rows hold."""
-    judged = [row for row in found if "ratio" in row]
-    worst = {
+def worst(judged: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """The largest ratio to vLLM's fastest, of decode and of prefill."""
+    return {
         f"{kind}_worst_ratio": max((r["ratio"] for r in judged if r["kind"] == kind), default=None)
         for kind in ("decode", "prefill")
     }
+
+
+def verdict(found: list[dict[str, Any]], planned: int) -> dict[str, Any]:
+    """The worst ratios of all and by heads of a rank, and whether all rows hold."""
+    judged = [row for row in found if "ratio" in row]
+    by_heads = {heads: [r for r in judged if r["heads"] == heads] for heads in HEADS}
     compared = [row for row in found if row["op"] == "attention"]
     slow = [row for row in judged if row["ratio"] > row["limit"]]
     return {
-        **worst,
+        **worst(judged),
+        "by_heads": {str(heads): worst(own) for heads, own in by_heads.items() if own},
         "rows": len(found),
         "planned_rows": planned,
         "without_peer": len(compared) - len(judged),
         "slow": len(slow),
-        "passed": bool(judged) and not slow and all(worst.values()),
+        "passed": bool(judged) and not slow and all(worst(judged).values()),
     }
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description="Time the latent cache's kernels on a GPU.")
+    made.add_argument("result", type=Path)
+    made.add_argument("--quick", action="store_true", help="8k and 128k only")
+    made.add_argument("--heads", type=heads_of, default=HEADS, help="of a rank: 64,32,16")
+    made.add_argument("--seconds", type=float, default=240, help="start no row after these")
+    return made
+
+
+def heads_of(text: str) -> tuple[int, ...]:
+    """`32,16` as numbers. Raises what argparse shows."""
+    found = tuple(int(word) for word in text.split(",") if word.isdecimal())
+    if len(found) != text.count(",") + 1 or not set(found) <= set(HEADS):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names other numbers of heads than one, two and four ranks have; "
+            f"give some of {','.join(map(str, HEADS))}"
+        )
+    return found
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Time the latent cache's kernels on a GPU.")
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--quick", action="store_true", help="64 heads, 8k and 128k only")
-    parser.add_argument("--seconds", type=float, default=240, help="start no row after these")
-    given = parser.parse_args()
-    began, found = time.monotonic(), []
-    planned = list(rows(given.quick))
+    given = parser().parse_args()
+    began, found = time.monotonic(), list[dict[str, Any]]()
+    planned = list(rows(given.heads, given.quick))
     record: dict[str, Any] = {
         "machine": torch.cuda.get_device_name(0),
         "date": time.strftime("%Y-%m-%d"),

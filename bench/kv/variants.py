@@ -1,11 +1,12 @@
 """Time SM90's own attention kernel and tiles of the plain one on a GPU, and check each of them.
 
-    python -m kv.variants [--seconds 100] RESULT.json
+    python -m kv.variants [--heads 64] [--seconds 100] RESULT.json
 
-64 heads and 128k tokens of context, from one query token to 2,048. All kernels are compiled first,
-in threads. A variant whose output leaves the reference is marked `wrong`, whatever its time;
-the reference is float64 over the stored rows, for a few query tokens, and the first variant's
-output for all of them. `docs/kv-cache.md`, "Back end", says what the variants are.
+128k tokens of context, from one query token to 2,048, 64 heads or those asked for (`32,16`). All
+kernels are compiled first, in threads. A variant whose output leaves the reference is marked
+`wrong`, whatever its time; the reference is float64 over the stored rows, for a few query tokens,
+and the first variant's output for all of them. `docs/kv-cache.md`, "Back end", says what the
+variants are.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from glm_exl3.attention import hopper, sparse_mla, tiles
 from glm_exl3.attention.tiles import Tile
 from glm_exl3.format.kv import BF16, LAYOUTS, RowLayout
 from glm_exl3.ref.kv_rows import read_rows
-from kv.measure import BLOCK, PASSES, SCALE, WIDTH, Scene, Shape, device
+from kv.measure import BLOCK, PASSES, SCALE, WIDTH, Scene, Shape, device, heads_of
 
 THREADS = 12
 H200_PROCESSORS = 132
@@ -52,6 +53,8 @@ TRITON: dict[str, Tile] = {
 }
 HOPPER: dict[str, Tile] = {"hopper": tiles.HOPPER}
 VERSIONS = ("torch", "triton")
+PLACE = ("layout", "heads", "requests", "each", "name")
+"""What tells the rows of a result apart; those of edges have no requests."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +67,31 @@ class Trial:
     tile: Tile
 
 
-def trials() -> Iterator[list[Trial]]:
+def trials(heads: Sequence[int] = (HEADS,)) -> Iterator[list[Trial]]:
     """All variants of one call together, since they share its rows; bf16 first."""
     for layout in LAYOUTS.values():
-        for kind, requests, each in CALLS if layout is BF16 else FEW_CALLS:
-            shape = Shape(kind, requests, each, CONTEXT, HEADS)
-            plain = tiles.tile_for(90, HEADS, layout, shape.tokens, gluon=False)
-            large = "64x64" if layout is BF16 else "64x32"
-            names = {"plain": plain, large: TRITON[large], **HOPPER}
-            if shape.tokens == 1:
-                names["16x32"] = TRITON["16x32"]
-            if 1 < shape.tokens <= 16:  # noqa: PLR2004 - where the small tile was fastest
-                names["32x32"] = TRITON["32x32"]
-            seen: dict[Tile, str] = {}
-            for name, tile in names.items():
-                seen.setdefault(tile, name)
-            yield [Trial(shape, layout, name, tile) for tile, name in seen.items()]
+        for count in heads:
+            for kind, requests, each in CALLS if layout is BF16 else FEW_CALLS:
+                shape = Shape(kind, requests, each, CONTEXT, count)
+                seen: dict[Tile, str] = {}
+                for name, tile in tiles_of(shape, layout).items():
+                    seen.setdefault(tile, name)
+                yield [Trial(shape, layout, name, tile) for tile, name in seen.items()]
+
+
+def tiles_of(shape: Shape, layout: RowLayout) -> dict[str, Tile]:
+    """What is timed on one call, the plain kernel's own choice first."""
+    plain = tiles.tile_for(90, shape.heads, layout, shape.tokens, gluon=False)
+    if shape.heads < HEADS:
+        small = [name for name, tile in TRITON.items() if tile.heads <= shape.heads]
+        return {"plain": plain, **HOPPER, **{name: TRITON[name] for name in small}}
+    large = "64x64" if layout is BF16 else "64x32"
+    names = {"plain": plain, large: TRITON[large], **HOPPER}
+    if shape.tokens == 1:
+        names["16x32"] = TRITON["16x32"]
+    if 1 < shape.tokens <= 16:  # noqa: PLR2004 - where the small tile was fastest
+        names["32x32"] = TRITON["32x32"]
+    return names
 
 
 class Compiled:
@@ -104,7 +116,7 @@ def compile_all(calls: Sequence[Sequence[Trial]]) -> dict[tuple[Any, ...], str]:
 
     work: dict[tuple[Any, ...], tuple[Trial, Scene]] = {}
     for call in calls:
-        shape = Shape(call[0].shape.kind, 1, call[0].shape.tokens, 1 << 12, HEADS)
+        shape = Shape(call[0].shape.kind, 1, call[0].shape.tokens, 1 << 12, call[0].shape.heads)
         scene = Scene(shape, call[0].layout)
         work |= {built(trial): (trial, scene) for trial in call}
     kernels = [(sparse_mla, "attend_kernel"), (sparse_mla, "merge_kernel")]
@@ -121,13 +133,15 @@ def compile_all(calls: Sequence[Sequence[Trial]]) -> dict[tuple[Any, ...], str]:
     return failed
 
 
-def place(trial: Trial) -> tuple[str, int, int, str]:
-    return trial.layout.name, trial.shape.requests, trial.shape.each, trial.name
+def place(trial: Trial) -> tuple[str, int, int, int, str]:
+    shape = trial.shape
+    return trial.layout.name, shape.heads, shape.requests, shape.each, trial.name
 
 
 def built(trial: Trial) -> tuple[Any, ...]:
     """What a compiled kernel depends on; of the splits SM90's own only whether there are any."""
-    splits = tiles.splits_for(trial.shape.tokens, HEADS, trial.tile, H200_PROCESSORS)
+    shape = trial.shape
+    splits = tiles.splits_for(shape.tokens, shape.heads, trial.tile, H200_PROCESSORS)
     width = tiles.split_columns(WIDTH, splits, trial.tile.keys)
     own = width >= WIDTH if trial.tile.kernel != "triton" else width
     return trial.layout.name, trial.tile, own
@@ -195,9 +209,9 @@ def again(arguments: Sequence[str], kernel: str, seconds: float) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "kv.variants", *words])  # noqa: S606 - itself
 
 
-def edges(layout: RowLayout, name: str, tile: Tile) -> dict[str, Any]:
+def edges(layout: RowLayout, heads: int, name: str, tile: Tile) -> dict[str, Any]:
     """Absent, foreign and no indices at all, in blocks with poison between and around them."""
-    scene = Scene(Shape("edges", 1, 3, 1 << 12, HEADS), layout)
+    scene = Scene(Shape("edges", 1, 3, 1 << 12, heads), layout)
     scene.indices[0] = -1
     scene.indices[1, 5::7] = -1
     some, exact = reference(scene)
@@ -207,7 +221,7 @@ def edges(layout: RowLayout, name: str, tile: Tile) -> dict[str, Any]:
     whole = cache.new_full((cache.shape[0] + 1, BLOCK + 16, cache.shape[2]), poison)
     whole[1:, :BLOCK] = cache
     scene.table += 1
-    row: dict[str, Any] = {"op": "edges", "layout": layout.name, "name": name}
+    row: dict[str, Any] = {"op": "edges", "layout": layout.name, "heads": heads, "name": name}
     row |= {"tile": asdict(tile)}
     try:
         paged = sparse_mla.Paged(whole[:, :BLOCK], scene.table, layout)
@@ -225,11 +239,12 @@ def edges(layout: RowLayout, name: str, tile: Tile) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> str:
+    call = f"{row['layout']:5} {row['heads']:2} heads"
     if row["op"] == "edges":
         said = row.get("error") or ("WRONG" if row["wrong"] else "right")
         numbers = {name: value for name, value in row.items() if name[:4] in {"away", "empt"}}
-        return f"{row['layout']:5} edges     {row['name']:17} {said} {numbers}"
-    call = f"{row['layout']:5} {row['requests']:3}x{row['each']:<5} {row['name']:17}"
+        return f"{call} edges     {row['name']:17} {said} {numbers}"
+    call += f" {row['requests']:3}x{row['each']:<5} {row['name']:17}"
     if "us" not in row:
         return f"{call} {row.get('error', 'no figure')}"
     errors = f"away {row['away']:.1e} apart {row['apart']:.1e}"
@@ -243,7 +258,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     lines = ["| call | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     cells: dict[str, dict[str, str]] = {}
     for row in found:
-        call = f"{row['layout']} {row['requests']}x{row['each']}"
+        call = f"{row['layout']} {row['heads']} heads {row['requests']}x{row['each']}"
         text = f"{row['us']:.1f}{'!' if row['wrong'] else ''}" if "us" in row else "error"
         cells.setdefault(call, {})[row["name"]] = text
     for call, by_name in cells.items():
@@ -252,13 +267,13 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def everything(
-    calls: Sequence[Sequence[Trial]], failed: dict[tuple[Any, ...], str], kernels: Sequence[str]
+    calls: Sequence[Sequence[Trial]],
+    failed: dict[tuple[Any, ...], str],
+    kernels: Sequence[tuple[RowLayout, int, str]],
 ) -> Iterator[dict[str, Any]]:
     """Edges of each of `kernels`, then rows of each call; what has edges wrong is timed anyway."""
-    for layout in LAYOUTS.values():
-        for name, tile in HOPPER.items():
-            if f"{layout.name} {name}" in kernels:
-                yield edges(layout, name, tile)
+    for layout, heads, name in kernels:
+        yield edges(layout, heads, name, HOPPER[name])
     for call in calls:
         yield from rows(call, failed)
         torch.cuda.empty_cache()
@@ -267,16 +282,17 @@ def everything(
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kv.variants")
     parser.add_argument("result", type=Path)
+    parser.add_argument("--heads", type=heads_of, default=(HEADS,), help="of a rank: 64,32,16")
     parser.add_argument("--seconds", type=float, default=100, help="start no call after these")
     parser.add_argument("--without", action="append", default=[], help="a kernel to leave out")
     given = parser.parse_args()
     began, old = time.monotonic(), list[dict[str, Any]]()
     if given.without:
         old = json.loads(given.result.read_text())["rows"] if given.result.exists() else []
-    had = {(r["layout"], r["requests"], r["each"], r["name"]) for r in old if "each" in r}
+    had = {tuple(r.get(name) for name in PLACE) for r in old}
     calls = [
         [t for t in call if t.tile.kernel not in given.without and place(t) not in had]
-        for call in trials()
+        for call in trials(given.heads)
     ]
     calls = [call for call in calls if call]
     failed = compile_all(calls)
@@ -289,11 +305,11 @@ def main() -> int:
     }
     print(f"compiled in {record['compile_s']} s, {len(failed)} failed", flush=True)
     kept = [
-        f"{layout} {name}"
-        for layout in LAYOUTS
+        (layout, heads, name)
+        for layout in LAYOUTS.values()
+        for heads in given.heads
         for name, tile in HOPPER.items()
-        if tile.kernel not in given.without
-        and not any(r["op"] == "edges" and (r["layout"], r["name"]) == (layout, name) for r in old)
+        if tile.kernel not in given.without and (layout.name, heads, None, None, name) not in had
     ]
     for row in everything(calls, failed, kept):
         found.append(row)

@@ -11,6 +11,8 @@ from glm_exl3.ref import kv_rows
 
 SCALE, BLOCK, WIDTH, CHOSEN = 256**-0.5, 64, 2176, 2063
 LIMITS = {BF16: 4e-3, FP8: 3e-2, INT8: 1.5e-2}
+FEWER = ((1, 32), (3, 32), (32, 16), (128, 16))
+"""SM90 takes the plain kernel for the first and third, its own for the others."""
 LAYOUT = pytest.mark.parametrize("layout", list(LAYOUTS.values()), ids=list(LAYOUTS))
 
 
@@ -46,14 +48,16 @@ class Scene:
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", generator=self.generator).bfloat16()
 
-    def attend(self, splits: int | None = None, tile: tiles.Tile | None = None) -> torch.Tensor:
+    def attend(
+        self, splits: int | None = None, tile: tiles.Tile | None = None, room=allocate
+    ) -> torch.Tensor:
         tokens, heads, _ = self.q.shape
         architecture, processors = device()
         tile = tile or sparse_mla.launch_tile(architecture, heads, self.layout, tokens)
         wanted = splits or tiles.splits_for(tokens, heads, tile, processors)
         paged = sparse_mla.Paged(self.cache, self.table, self.layout)
         return sparse_mla.attend(
-            self.q, paged, self.request, self.indices, SCALE, tile, wanted, allocate
+            self.q, paged, self.request, self.indices, SCALE, tile, wanted, room
         )
 
     def exact(self, values: torch.Tensor) -> torch.Tensor:
@@ -74,7 +78,7 @@ def away(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @LAYOUT
-@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (8, 64), (3, 32), (128, 16), (5, 8)])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (8, 64), *FEWER, (5, 8)])
 @pytest.mark.parametrize("context", [300, 5000])
 def test_attention_is_exact(generator, layout, tokens, heads, context) -> None:
     scene = Scene(generator, layout, tokens, heads, context)
@@ -143,11 +147,12 @@ TOKENS = pytest.mark.parametrize("tokens", [1, 8, 66, 67, 300])
 """Decode, verify, the last number of tokens in two ranges of keys, and prefill in one."""
 
 
-def test_sixty_four_heads_launch_sm90_s_own_kernel(own) -> None:
+@pytest.mark.parametrize(("heads", "plain"), [(64, 1), (32, 1), (16, 32)])
+def test_sm90_s_own_kernel_is_launched_but_for_few_tokens_of_bf16(own, heads, plain) -> None:
     for layout in LAYOUTS.values():
-        for tokens in (1, 2, 8, 300):
-            found = sparse_mla.launch_tile(90, 64, layout, tokens)
-            assert (found == own) == ((layout, tokens) != (BF16, 1))
+        for tokens in (1, 2, 32, 33, 300):
+            found = sparse_mla.launch_tile(90, heads, layout, tokens)
+            assert (found == own) == (layout is not BF16 or tokens > plain)
 
 
 @LAYOUT
@@ -165,6 +170,38 @@ def test_sm90_s_own_kernel_is_exact(generator, own, layout, tokens, context) -> 
     found = scene.attend(tile=own)
     assert tokens == 1 or not found[0].any()
     assert away(found, wanted) <= LIMITS[BF16]
+
+
+@LAYOUT
+@pytest.mark.parametrize("heads", [32, 16])
+@pytest.mark.parametrize("splits", [1, 2, 64])
+def test_sm90_s_own_kernel_masks_missing_heads(generator, own, layout, heads, splits) -> None:
+    """Whole and split; behind the rows of the heads that exist the workspaces stay as they were."""
+    scene = Scene(generator, layout, 3, heads, 5000)
+    scene.indices[0] = -1
+    scene.indices[1, 5::7] = -1
+    wanted, wholes = scene.exact(scene.held()), []
+
+    def guarded(*specs: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+        for shape, dtype in specs:
+            whole = torch.full((2 * shape[0], *shape[1:]), torch.nan, dtype=dtype, device="cuda")
+            wholes.append(whole)
+        return [whole[: len(whole) // 2] for whole in wholes]
+
+    found = scene.attend(splits, own, guarded)
+    assert not found[0].any()
+    assert away(found, wanted) <= LIMITS[BF16]
+    assert bool(wholes) == (splits > 1)
+    assert all(whole[len(whole) // 2 :].isnan().all() for whole in wholes)
+
+
+@LAYOUT
+@pytest.mark.parametrize("heads", [32, 16])
+@pytest.mark.parametrize("tokens", [8, 300])
+def test_sm90_s_own_kernel_replays_fewer_heads(generator, own, layout, heads, tokens) -> None:
+    scene = Scene(generator, layout, tokens, heads, 4000)
+    found = replayed(scene, own)
+    assert away(found, scene.exact(scene.held())) <= LIMITS[BF16]
 
 
 @LAYOUT

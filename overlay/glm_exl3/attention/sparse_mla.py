@@ -297,7 +297,7 @@ def hopper_module() -> ModuleType | None:
     except (ImportError, AttributeError, TypeError) as error:
         _log.warning(
             "Triton %s lacks a part of Gluon (%s: %s), so sparse attention takes the plain kernel, "
-            "at 128k tokens up to 2.9 times as slow; Triton 3.6.0 and 3.9.0 have what it needs",
+            "up to four times as slow; Triton 3.6.0 and 3.9.0 have what it needs",
             *(triton.__version__, type(error).__name__, error),
         )
         return None

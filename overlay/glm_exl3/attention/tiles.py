@@ -1,8 +1,9 @@
 """Tile sizes of the sparse attention kernel per architecture, and how many splits fill a GPU.
 
 Those of 64 heads on SM90 are measured (bench/kv/results/variants-h200.json and tiles-h200.json;
-docs/kv-cache.md, "Back end"); all others are chosen without a GPU, from shared memory, registers
-and spills of the compiled kernels (bench/kv/results/compiled.md).
+docs/kv-cache.md, "Back end"), those of 32 and 16 follow from times of other tiles; all others are
+chosen without a GPU, from shared memory, registers and spills of the compiled kernels
+(bench/kv/results/compiled.md).
 """
 
 from __future__ import annotations
@@ -33,24 +34,33 @@ class Tile:
     kernel: Literal["triton", "hopper"] = "triton"
 
 
+Steps = tuple[tuple[int, Tile], ...]
+"""Up to how many query tokens of a launch which tile; the last one serves any number."""
 FEW, ANY = 8, 1 << 62
 ONE = Tile(16, 32, 4, 2, native_e4m3=True)
 HOPPER = Tile(64, 64, 8, 2, native_e4m3=True, kernel="hopper")
-MEASURED = {True: ((1, ONE), (ANY, HOPPER)), False: ((ANY, HOPPER),)}
-"""By whether rows are bf16: up to how many query tokens of a launch which tile was fastest.
+MEASURED: dict[int, dict[bool, Steps]] = {
+    heads: {True: ((most, ONE), (ANY, HOPPER)), False: ((ANY, HOPPER),)}
+    for heads, most in ((64, 1), (32, 1), (16, 32))
+}
+"""By heads of a rank and whether rows are bf16 the fastest on SM90.
 
-64 heads, 128k tokens of context, NVIDIA H200, 2026-11-30, timed from 1 to 2,048 tokens.
+64 heads: NVIDIA H200, 2026-11-30, 128k tokens of context, timed from 1 to 2,048 tokens. 32 and 16:
+chosen by the times of their plain tiles and of 64 heads, which bound those of fewer in the same
+tile (same machine and day, bench/kv/results/measure-h200.json); timed is only `ONE` at 16 heads.
 """
-PLAIN = {
-    True: (
-        (1, ONE),
-        (FEW, Tile(32, 32, 4, 2, native_e4m3=True)),
-        (ANY, Tile(64, 64, 8, 2, native_e4m3=True)),
-    ),
-    False: (
-        (1, Tile(32, 32, 8, 2, native_e4m3=True)),
-        (ANY, Tile(64, 32, 8, 2, native_e4m3=True)),
-    ),
+PLAIN: dict[int, dict[bool, Steps]] = {
+    64: {
+        True: (
+            (1, ONE),
+            (FEW, Tile(32, 32, 4, 2, native_e4m3=True)),
+            (ANY, Tile(64, 64, 8, 2, native_e4m3=True)),
+        ),
+        False: (
+            (1, Tile(32, 32, 8, 2, native_e4m3=True)),
+            (ANY, Tile(64, 32, 8, 2, native_e4m3=True)),
+        ),
+    }
 }
 """The same among the tiles of the plain kernel, timed at 1, 8 and 2,048 tokens."""
 
@@ -68,20 +78,26 @@ def tile_for(
 
     `gluon`: whether `glm_exl3.attention.hopper` can be had.
     """
-    if (architecture, heads) == (90, 64):
-        steps = (MEASURED if gluon else PLAIN)[layout is BF16]
-        return next(tile for most, tile in steps if tokens <= most)
-    return _unmeasured(architecture, heads, layout)
+    steps = _steps(architecture, heads, layout, gluon)
+    return next(tile for most, tile in steps if tokens <= most)
 
 
 def largest_tile(architecture: int, heads: int, layout: RowLayout) -> Tile:
-    """Of all that launches may take, the one with most heads: it needs the largest workspace."""
-    found = (
-        tile_for(architecture, heads, layout, tokens, gluon=gluon)
-        for gluon in (True, False)
-        for tokens in (1, FEW, ANY)
-    )
-    return max(found, key=lambda tile: tile.heads)
+    """Of all that launches may take, the one with most heads: it needs the largest workspace.
+
+    A split launch has at most one program per multiprocessor, and a program writes as many rows as
+    it has heads that exist: multiprocessors x min(heads of the tile, `heads`).
+    """
+    every = (_steps(architecture, heads, layout, gluon) for gluon in (True, False))
+    return max((tile for steps in every for _, tile in steps), key=lambda tile: tile.heads)
+
+
+def _steps(architecture: int, heads: int, layout: RowLayout, gluon: bool) -> Steps:
+    """What was measured, else one tile for any number of tokens."""
+    measured = MEASURED if gluon else PLAIN
+    if architecture == 90 and heads in measured:
+        return measured[heads][layout is BF16]
+    return ((ANY, _unmeasured(architecture, heads, layout)),)
 
 
 def _unmeasured(architecture: int, heads: int, layout: RowLayout) -> Tile:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from glm_exl3.attention import tiles
-from glm_exl3.format.kv import BF16, FP8, LATENT
+from glm_exl3.format.kv import BF16, FP8, LATENT, LAYOUTS
 from kv import variants
 from kv.measure import BLOCK, SCALE, Shape
 
@@ -23,6 +23,26 @@ def test_every_call_has_the_plain_tile_first_and_sm90_s_own_kernel() -> None:
         assert call[0].tile == tiles.tile_for(*asked, gluon=False)
         assert {tiles.HOPPER, tiles.tile_for(*asked)} <= {trial.tile for trial in call}
         assert len({trial.tile for trial in call}) == len(call)
+
+
+@pytest.mark.parametrize("heads", [32, 16])
+def test_calls_of_fewer_heads_have_every_tile_that_a_launch_could_take(heads: int) -> None:
+    calls = list(variants.trials((heads,)))
+    assert len(calls) == len(variants.CALLS) + 2 * len(variants.FEW_CALLS)
+    for call in calls:
+        shape, layout = call[0].shape, call[0].layout
+        asked = (90, heads, layout, shape.tokens)
+        assert shape.heads == heads
+        assert call[0].tile == tiles.tile_for(*asked, gluon=False)
+        wanted = {tiles.HOPPER, tiles.ONE, tiles.tile_for(*asked)}
+        assert wanted <= {trial.tile for trial in call}
+
+
+def test_calls_of_several_heads_keep_a_layout_together() -> None:
+    calls = [(c[0].layout.name, c[0].shape.heads) for c in variants.trials((32, 16))]
+    assert list(dict.fromkeys(calls)) == [(n, h) for n in LAYOUTS for h in (32, 16)]
+    places = [variants.place(trial) for call in variants.trials((64, 32, 16)) for trial in call]
+    assert len(set(places)) == len(places)
 
 
 def test_a_kernel_is_compiled_once() -> None:
@@ -59,7 +79,7 @@ def test_the_reference_reads_the_named_rows(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_table_marks_what_is_wrong() -> None:
-    base = {"op": "variant", "layout": FP8.name, "requests": 16, "each": 8}
+    base = {"op": "variant", "layout": FP8.name, "heads": 32, "requests": 16, "each": 8}
     found = [
         {**base, "name": "plain", "us": 762.04, "wrong": False},
         {**base, "name": "hopper", "us": 1.0, "wrong": True},
@@ -68,4 +88,4 @@ def test_the_table_marks_what_is_wrong() -> None:
     ]
     head, _, row = variants.table(found).splitlines()
     assert head == "| call | plain | hopper | 16x32 |"
-    assert row == "| fp8 16x8 | 762.0 | 1.0! | error |"
+    assert row == "| fp8 32 heads 16x8 | 762.0 | 1.0! | error |"
