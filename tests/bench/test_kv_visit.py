@@ -12,8 +12,8 @@ from kv import measure, visit
 from kvcache import sequences, turns
 
 
-def row(kind: str, ratio: float | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"op": "attention", "kind": kind}
+def row(kind: str, ratio: float | None, heads: int = 64) -> dict[str, Any]:
+    found: dict[str, Any] = {"op": "attention", "kind": kind, "heads": heads}
     limit = measure.DECODE_LIMIT if kind == "decode" else measure.PREFILL_LIMIT
     return found if ratio is None else found | {"ratio": ratio, "limit": limit}
 
@@ -35,13 +35,56 @@ def test_a_verdict_needs_every_row_within_its_limit(
     assert measure.verdict([row(*one) for one in ratios], 9)["passed"] is passed
 
 
+def test_a_verdict_tells_heads_apart() -> None:
+    found = [row("decode", 1.2), row("prefill", 1.3), row("decode", 4.5, 32)]
+    said = measure.verdict(found, 3)
+    assert (said["decode_worst_ratio"], said["passed"]) == (4.5, False)
+    assert said["by_heads"] == {
+        "64": {"decode_worst_ratio": 1.2, "prefill_worst_ratio": 1.3},
+        "32": {"decode_worst_ratio": 4.5, "prefill_worst_ratio": None},
+    }
+
+
+def planned(*words: str) -> list[Any]:
+    asked = measure.parser().parse_args(["out.json", *words])
+    return [make.args[0] for make in measure.rows(asked.heads, asked.quick)]
+
+
 def test_one_rank_of_all_contexts_is_measured_first() -> None:
-    cases = [make.args[0] for make in measure.rows(quick=False)]
-    shapes = [case for case in cases if isinstance(case, measure.Shape)]
+    shapes = [case for case in planned() if isinstance(case, measure.Shape)]
     heads = [shape.heads for shape in shapes]
-    assert heads == sorted(heads, reverse=True)
-    decodes = {(s.requests, s.context >> 10) for s in shapes if s.kind == "decode"}
-    assert decodes == {(n, k) for n in (1, 4, 16) for k in (8, 32, 128, 512)}
+    assert set(heads[: heads.count(64)]) == {64}
+    assert heads.count(64) == heads.count(32) == heads.count(16) == 27
+    for count in (64, 32, 16):
+        own = [s for s in shapes if s.heads == count]
+        decodes = {(s.requests, s.context >> 10) for s in own if s.kind == "decode"}
+        assert decodes == {(n, k) for n in (1, 4, 16) for k in (8, 32, 128, 512)}
+        assert {s.context >> 10 for s in own if s.kind == "prefill"} == {8, 32, 128}
+
+
+def test_a_visit_that_ends_early_has_both_numbers_of_heads_asked_for() -> None:
+    """A row takes more than a second."""
+    shapes = planned("--heads", "32,16", "--seconds", "60")
+    assert {s.heads for s in shapes} == {32, 16} and len(shapes) == 54
+    for context, first in ((128, 14), (8, 28), (512, 40)):
+        some = {
+            (s.heads, s.kind, s.requests, s.each)
+            for s in shapes[:first]
+            if s.context >> 10 == context
+        }
+        assert len(some) == (12 if context == 512 else 14)
+
+
+def test_a_quick_run_has_two_contexts() -> None:
+    shapes = planned("--quick", "--heads", "16")
+    assert {(s.heads, s.context >> 10) for s in shapes} == {(16, 8), (16, 128)}
+
+
+@pytest.mark.parametrize("text", ["", "64,", "8", "64;32", "x"])
+def test_heads_that_no_rank_has_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        planned("--heads", text)
+    assert "64,32,16" in capsys.readouterr().err
 
 
 def test_a_step_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
@@ -70,6 +113,14 @@ def test_figures_are_those_of_steps_that_ran(tmp_path: Path) -> None:
     assert found["prefix_reuse_second_turn"] == 0.97
     assert "decode_worst_ratio" not in found
     assert visit.figures(tmp_path, {"kernels": 1})["decode_worst_ratio"] == 1.2
+
+
+def test_figures_are_those_of_one_rank_beside_others(tmp_path: Path) -> None:
+    found = [row("decode", 1.2), row("prefill", 1.3), row("decode", 4.5, 32)]
+    (tmp_path / "kernels.json").write_text(json.dumps({"verdict": measure.verdict(found, 3)}))
+    figures = visit.figures(tmp_path, {"kernels": 1})
+    assert (figures["decode_worst_ratio"], figures["prefill_worst_ratio"]) == (1.2, 1.3)
+    assert figures["worst_ratio_by_heads"]["32"]["decode_worst_ratio"] == 4.5
 
 
 def test_pieces_of_sequences_add_up() -> None:
