@@ -43,6 +43,7 @@ REQUESTS = (1, 4, 16)
 PREFILL = 32768
 NEEDED = ("exllamav3", "marisa_trie", "llguidance", "pydantic", "rich", "tokenizers", "PIL", "yaml")
 BEGIN = time.monotonic()
+AS_BF16 = ".o_norm.weight"  # half in the file; the peer's gated norm takes bf16 or fp32
 ARCHITECTURES = "9.0"  # those of `h200.prepare`: with others its import compiles anew
 
 
@@ -102,7 +103,9 @@ class Source:
             found: torch.Tensor | None = self.original(key, device, optional, no_defer=marker)
             return found
         tensor = made(self.streams, key, entry["shape"], entry["torch_dtype"], self.inputs_of(key))
-        if tensor.dtype == torch.bfloat16 and not allow_bf16:
+        if key.endswith(AS_BF16):
+            tensor = tensor.bfloat16()
+        elif tensor.dtype == torch.bfloat16 and not allow_bf16:
             tensor = tensor.half()
         if tensor.dtype == torch.float32 and float2half:
             tensor = tensor.half()

@@ -74,9 +74,9 @@ def _byte_rows(generator: torch.Generator) -> None:
 
 
 def _seam(generator: torch.Generator) -> None:
-    """In blocks of 256 columns and of 512."""
+    """In blocks of 256 columns and of 512; memcheck wants two of them to share memory."""
     parameters = mhc.HyperParameters(1e-5, 1e-6, 1e-6, 2.0, 20)
-    for hidden, blocks in ((256, 0), (1024, 0), (1024, 2)):
+    for hidden, blocks in ((512, 0), (1024, 0), (1024, 2)):
         shapes = ((3, hidden), (3, 4, hidden), (3, 4, 1), (3, 4, 4), (24, 4 * hidden), (3,), (24,))
         x, streams, *rest = (torch.randn(s, device="cuda", generator=generator) for s in shapes)
         norm = torch.ones(hidden, device="cuda").bfloat16()
