@@ -211,9 +211,9 @@ DRAFTER_TOKENS = Knob(
 )
 STEP_MS = Knob(
     "GLM_EXL3_STEP_MS",
-    ((1, 13.6), (4, 17.0), (8, 25.1), (16, 38.4)),
+    ((1, 9.9), (3, 15.4), (5, 19.2), (8, 24.4), (16, 36.2)),
     _curve,
-    "milliseconds of a step by tokens, such as 1:13.6,8:25.1, with which adaptive k weighs lengths",
+    "milliseconds of a step by tokens, such as 1:9.9,8:24.4, with which adaptive k weighs lengths",
 )
 ABLIT = Knob(
     "GLM_EXL3_ABLIT",

@@ -15,7 +15,7 @@ from glm_exl3.spec import adaptive, route
 from glm_exl3.spec.adaptive import AdaptiveScheduler
 from glm_exl3.spec.choice import Chooser
 
-CURVE = ((1, 13.6), (8, 25.1))
+CURVE = ((1, 9.9), (8, 24.4))
 
 
 def scheduler() -> AdaptiveScheduler:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from glm_exl3.spec.choice import Chooser, checked_lengths, step_ms
 
-CURVE = ((1, 13.6), (4, 17.0), (8, 25.1), (16, 38.4))
+CURVE = ((1, 9.9), (3, 15.4), (5, 19.2), (8, 24.4), (16, 36.2))
 LENGTHS = (2, 4, 7)
 
 
@@ -19,7 +19,7 @@ def chooser(**changes: object) -> Chooser:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "ms"), [(1, 13.6), (4, 17.0), (6, 21.05), (16, 38.4), (24, 51.7)]
+    ("tokens", "ms"), [(1, 9.9), (3, 15.4), (4, 17.3), (16, 36.2), (24, 48.0)]
 )
 def test_step_times_lie_on_the_curve(tokens: int, ms: float) -> None:
     assert step_ms(CURVE, tokens) == pytest.approx(ms)
