@@ -18,9 +18,7 @@ def chooser(**changes: object) -> Chooser:
     return Chooser(**{"lengths": LENGTHS, "curve": CURVE, **changes})
 
 
-@pytest.mark.parametrize(
-    ("tokens", "ms"), [(1, 9.9), (3, 15.4), (4, 17.3), (16, 36.2), (24, 48.0)]
-)
+@pytest.mark.parametrize(("tokens", "ms"), [(1, 9.9), (3, 15.4), (4, 17.3), (16, 36.2), (24, 48.0)])
 def test_step_times_lie_on_the_curve(tokens: int, ms: float) -> None:
     assert step_ms(CURVE, tokens) == pytest.approx(ms)
 
