@@ -1,10 +1,12 @@
-"""Turn results of `e2e.inside` into rows of a results file, `bench/expected/MACHINE/e2e.json`.
+"""Turn results of `e2e.inside` and `e2e.serve` into rows of `bench/expected/MACHINE/e2e.json`.
 
     python -m e2e.record FILE --machine "NVIDIA H200" --versions vllm=0.33.0,... \\
-        RESULT.json=CONDITIONS ...
+        [--requests 1,2] [--drop TEXT] RESULT.json=CONDITIONS ...
 
 A row is `{metric, engine, value, unit, conditions}`; a row that is measured again under the same
-metric, engine and conditions replaces the old one. Nothing is computed here but units.
+metric, engine and conditions replaces the old one. `--requests` takes only rows of that many
+requests at once, for a pool that held no more of them; `--drop` forgets old rows whose conditions
+contain TEXT. Nothing is computed here but units.
 """
 
 from __future__ import annotations
@@ -18,36 +20,88 @@ from typing import Any
 
 ENGINES = ("ours", "exllamav3")
 Row = dict[str, Any]
+Figure = tuple[str, float, str, str]
+"""Metric, value, unit, and what the conditions of the whole result do not say."""
 
 
-def rows_of(result: dict[str, Any], conditions: str) -> Iterator[Row]:
-    """Rows of one result file; measurements that failed give none."""
-
-    def row(metric: str, value: float, unit: str, more: str) -> Row:
-        text = f"{conditions}; {more}"
+def rows_of(
+    result: dict[str, Any], conditions: str, requests: Sequence[int] | None = None
+) -> Iterator[Row]:
+    """Rows of one result file; measurements that failed, or of other numbers of `requests` than
+    those wanted (None: all), give none."""
+    wanted = [
+        measured
+        for measured in result["rows"]
+        if "error" not in measured and (requests is None or measured.get("requests", 1) in requests)
+    ]
+    figures = served(result, wanted) if "ready_s" in result else inside(wanted)
+    for metric, value, unit, more in figures:
         entry = {"metric": metric, "engine": "ours", "value": round(value, 3), "unit": unit}
-        return entry | {"conditions": text}
+        yield entry | {"conditions": f"{conditions}; {more}"}
 
-    for measured in result["rows"]:
-        if "error" in measured:
-            continue
-        requests, context = measured["requests"], measured["context"]
+
+def inside(rows: Sequence[dict[str, Any]]) -> Iterator[Figure]:
+    """Figures of `e2e.inside`. Of random weights no draft is accepted, so that tokens per second
+    of a row with drafts say nothing: its step alone counts."""
+    for measured in rows:
+        requests, context, drafts = measured["requests"], measured["context"], drafted(measured)
         if measured["kind"] == "decode":
-            where = f"{requests} requests of {context} tokens, mean of {measured['steps']:g} steps"
-            yield row("decode_step", measured["step_ms"], "ms", where)
-            yield row("decode_rate", measured["batch_tokens_per_s"], "tok/s", where)
+            steps = f"mean of {measured['steps']:g} steps"
+            where = f"{requests} requests of {context} tokens{drafts}, {steps}"
+            yield "decode_step", measured["step_ms"], "ms", where
+            if not drafts:
+                yield "decode_rate", measured["batch_tokens_per_s"], "tok/s", where
         elif measured["kind"] == "prefill":
-            where = f"{context} tokens, one cold request, to the first token"
-            yield row("prefill_rate", measured["tokens_per_s"], "tok/s", where)
+            where = f"{context} tokens, one cold request{drafts}, to the first token"
+            yield "prefill_rate", measured["tokens_per_s"], "tok/s", where
         elif measured["kind"] == "profile":
-            where = f"{requests} requests of {context} tokens, torch profiler"
-            yield row("profiled_step", measured["step_ms"], "ms", where + ", profiler off")
-            yield row("gpu_time", measured["gpu_us_per_step"] / 1000, "ms/step", where)
-            yield row("gpu_busy", measured["busy_us_per_step"] / 1000, "ms/step", where)
-            for family, spent in measured["families"].items():
-                yield row(f"gpu_time: {family}", spent["us"] / 1000, "ms/step", where)
-            for family, us in measured.get("wall_us", {}).items():
-                yield row(f"wall_time: {family}", us / 1000, "ms/step", where)
+            where = f"{requests} requests of {context} tokens{drafts}, torch profiler"
+            yield from profiled(measured, where)
+
+
+def profiled(measured: dict[str, Any], where: str) -> Iterator[Figure]:
+    """Figures of one profile: the step without the profiler, then times under it."""
+    yield "profiled_step", measured["step_ms"], "ms", where + ", profiler off"
+    yield "gpu_time", measured["gpu_us_per_step"] / 1000, "ms/step", where
+    yield "gpu_busy", measured["busy_us_per_step"] / 1000, "ms/step", where
+    for family, spent in measured["families"].items():
+        yield f"gpu_time: {family}", spent["us"] / 1000, "ms/step", where
+    for family, us in measured.get("wall_us", {}).items():
+        yield f"wall_time: {family}", us / 1000, "ms/step", where
+
+
+def drafted(measured: dict[str, Any]) -> str:
+    """How many tokens a step were drafted, as a part of the conditions; none: nothing."""
+    drafts = measured.get("drafts")
+    return f", {drafts} drafts a step, drafting included" if drafts else ""
+
+
+def served(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Iterator[Figure]:
+    """Figures of `e2e.serve`: READY, the longest request, then those of its load."""
+    yield "ready", result["ready_s"], "s", "from the command to the first completed token"
+    if result.get("max_model_len"):
+        yield "max_model_len", result["max_model_len"], "tokens", "what /v1/models says"
+    for measured in rows:
+        context = measured["context"]
+        if "step_ms" in measured:
+            where = (
+                f"over HTTP, {measured['requests']} requests of {context} tokens, "
+                f"{measured['tokens']} tokens each, while all run"
+            )
+            yield "decode_step", measured["step_ms"], "ms", where
+            yield "decode_rate", measured["tokens_per_s"], "tok/s", where
+            yield "first_token_of_all", measured["ttft_last_s"], "s", where
+        else:
+            where = f"over HTTP, {context} tokens, one cold request, to the first token"
+            yield "prefill_rate", measured["tokens_per_s"], "tok/s", where
+
+
+def without(rows: Sequence[Row], texts: Sequence[str]) -> list[Row]:
+    """Rows whose conditions contain none of `texts`; ValueError for a text that no row has."""
+    for text in texts:
+        if not any(text in row["conditions"] for row in rows):
+            raise ValueError(f"--drop {text!r}: no row has these words in its conditions")
+    return [row for row in rows if not any(text in row["conditions"] for text in texts)]
 
 
 def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
@@ -60,6 +114,10 @@ def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     return list(found.values())
 
 
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the arguments, write the file."""
     parser = argparse.ArgumentParser(prog="python -m e2e.record")
@@ -67,12 +125,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("results", nargs="+", metavar="RESULT.json=CONDITIONS")
     parser.add_argument("--machine", required=True)
     parser.add_argument("--versions", required=True, metavar="NAME=VERSION,...")
+    parser.add_argument("--requests", type=numbers, help="numbers of requests, such as 1,2")
+    parser.add_argument("--drop", action="append", default=[], metavar="TEXT")
     options = parser.parse_args(arguments)
     old = json.loads(options.file.read_text())["rows"] if options.file.exists() else []
+    old = without(old, options.drop)
     new: list[Row] = []
     for entry in options.results:
         path, _, conditions = entry.partition("=")
-        new += rows_of(json.loads(Path(path).read_text()), conditions)
+        new += rows_of(json.loads(Path(path).read_text()), conditions, options.requests)
     document = {
         "machine": options.machine,
         "date": datetime.now(UTC).date().isoformat(),

@@ -70,6 +70,52 @@ def test_a_result_becomes_rows_and_failures_do_not(tmp_path: Path) -> None:
     assert rows[0]["value"] == 5.0
 
 
+def test_drafts_stand_in_the_conditions_and_give_a_step_alone() -> None:
+    decode = {"kind": "decode", "requests": 1, "context": 8, "steps": 4, "step_ms": 5.0}
+    decode |= {"drafts": 7, "batch_tokens_per_s": 200.0}
+    prefill = {"kind": "prefill", "requests": 1, "context": 64, "tokens_per_s": 9.0, "drafts": 7}
+    rows = list(record.rows_of({"rows": [decode, prefill]}, "a model"))
+    assert [row["metric"] for row in rows] == ["decode_step", "prefill_rate"]
+    assert all("7 drafts a step" in row["conditions"] for row in rows)
+
+
+def test_requests_that_never_ran_together_are_left_out() -> None:
+    decode = {"kind": "decode", "context": 8, "steps": 4, "step_ms": 5.0, "batch_tokens_per_s": 2.0}
+    result = {"rows": [decode | {"requests": 1}, decode | {"requests": 16}]}
+    assert len(list(record.rows_of(result, "a model"))) == 4
+    kept = list(record.rows_of(result, "a model", [1, 2]))
+    assert len(kept) == 2
+    assert all("; 1 requests" in row["conditions"] for row in kept)
+
+
+def test_a_server_becomes_rows_that_name_http() -> None:
+    decode = {"requests": 2, "context": 8, "tokens": 64, "tokens_per_s": 400.0, "step_ms": 5.0}
+    decode |= {"ttft_last_s": 0.5, "tokens_per_step": 1.0}
+    prefill = {"context": 64, "ttft_s": 2.0, "tokens_per_s": 32.0}
+    result = {"command": ["serve"], "ready_s": 90.0, "max_model_len": 1024}
+    rows = list(record.rows_of(result | {"rows": [decode, prefill]}, "a model"))
+    assert {row["metric"]: row["value"] for row in rows} == {
+        "ready": 90.0,
+        "max_model_len": 1024,
+        "decode_step": 5.0,
+        "decode_rate": 400.0,
+        "first_token_of_all": 0.5,
+        "prefill_rate": 32.0,
+    }
+    assert all("over HTTP" in row["conditions"] for row in rows[2:])
+    never_ready = {"command": ["serve"], "rows": []}
+    assert list(record.rows_of(never_ready, "a model")) == []
+    unsaid = list(record.rows_of(result | {"rows": [], "max_model_len": None}, "a model"))
+    assert [row["metric"] for row in unsaid] == ["ready"]
+
+
+def test_old_rows_are_dropped_by_words_that_they_must_have() -> None:
+    rows = [{"conditions": "kernels a; 1 requests"}, {"conditions": "kernels b; 1 requests"}]
+    assert record.without(rows, ["kernels a; 1"]) == rows[1:]
+    with pytest.raises(ValueError, match="no row has these words"):
+        record.without(rows, ["kernels c"])
+
+
 def test_committed_results_say_how_they_came_about() -> None:
     for path in RESULTS:
         document = json.loads(path.read_text())
