@@ -20,7 +20,7 @@ ENGINES = ("drafting.methods", "text.fused", "kv.turns", "recode.step", "draftin
 MODEL = ("full.served", "full.fused", "full.verify7", "peer.package", "peer.engine45")
 PAIR = ("pair.served", "pair.verify7", "gpu-tests.two")
 MORE = (
-    "full.step", "pair.step", "text.two", "verify.16", "full.steer", "kv.text", "kv.variants",
+    "kv.heads", "full.step", "pair.step", "text.two", "verify.16", "full.steer", "kv.text", "kv.variants",
     "text.one", "recode.nano", "drafting.pack", "edits", "peer.engine8", "peer.kernels", "kernels",
 )  # fmt: skip
 PLANS: Mapping[str, tuple[str, ...]] = {

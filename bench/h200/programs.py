@@ -82,6 +82,8 @@ KERNELS = (
     timing("kda", "e2e.kda", EXPECTED, expect=25, at=52),
     timing("lookup", "e2e.lookup_time", EXPECTED, expect=25, at=53),
     timing("kv", "kv.measure", EXPECTED, "--seconds", "85", expect=95, at=54),
+    timing("kv.heads", "kv.measure", EXPECTED, "--heads", "32,16", "--seconds", "60", expect=70,
+           at=55),
     timing("kv.variants", "kv.variants", EXPECTED, "--seconds", "100", expect=110, at=37),
     timing("kv.whole", "kv.measure", EXPECTED, expect=300, at=90, limit=560),
 )  # fmt: skip

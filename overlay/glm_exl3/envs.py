@@ -174,12 +174,12 @@ ACCEPT_PATCHES = Knob(
     _names,
     "comma-separated patch ids (or all) to apply to vLLM sources with an unknown fingerprint",
 )
-FUSED_NAMES = ("mhc", "kda", "router", "dense")
+AUTO, FUSED_NAMES = "auto", ("mhc", "kda", "router", "dense")
 FUSED_OPS = Knob(
     "GLM_EXL3_FUSED_OPS",
-    (),
-    partial(_some_of, FUSED_NAMES),
-    "comma-separated decode ops to use in place of vLLM's: mhc, kda, router, dense, or none",
+    (AUTO,),
+    partial(_some_of, (AUTO, *FUSED_NAMES)),
+    "comma-separated decode ops in place of vLLM's: mhc, kda, router, dense; auto (measured); none",
 )
 SHARED_BESIDE = Knob(
     "GLM_EXL3_SHARED_BESIDE", False, _flag, "1: the shared expert starts with the routed ones"

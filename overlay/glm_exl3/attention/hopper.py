@@ -1,4 +1,4 @@
-"""The sparse attention of `sparse_mla` for 64 heads on SM90, in Gluon.
+"""The sparse attention of `sparse_mla` for up to 64 heads on SM90, in Gluon.
 
 What: the arguments, splits and results of `sparse_mla.attend_kernel`. Why this shape: there both
 warp groups compute the same scores, and copies of the next rows begin only behind the products

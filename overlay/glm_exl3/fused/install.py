@@ -1,4 +1,4 @@
-"""Put the fused ops that `GLM_EXL3_FUSED_OPS` names into vLLM's out-of-tree registry.
+"""Put the fused ops of `ops.fused_names` into vLLM's out-of-tree registry.
 
 Called before a model is built on a CUDA platform, once per process; anywhere else nothing happens.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from glm_exl3 import envs
 from glm_exl3.log import logger
+from glm_exl3.ops import fused_names
 
 _log = logger(__name__)
 _installed: set[str] = set()
@@ -50,11 +50,7 @@ def installed() -> frozenset[str]:
 
 def install() -> tuple[str, ...]:
     """Register what is asked for and not registered yet; the names."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cuda():
-        return ()
-    added = tuple(name for name in envs.FUSED_OPS.read() if name not in _installed)
+    added = tuple(name for name in fused_names.wanted() if name not in _installed)
     for name in added:
         OPS[name]()
         _installed.add(name)

@@ -15,10 +15,8 @@ from vllm.model_executor.layers.linear import (
     register_weight_loader_v2_supported_method,
 )
 from vllm.model_executor.layers.utils import default_unquantized_gemm
-from vllm.platforms import current_platform
 
-from glm_exl3 import envs
-from glm_exl3.ops import dense_rows
+from glm_exl3.ops import dense_rows, fused_names
 from glm_exl3.quant.facts import Facts
 from glm_exl3.quant.linear import Exl3LinearMethod, LoadedLinear, Term
 from glm_exl3.quant.names import Source
@@ -62,8 +60,8 @@ class PackedBesideDenseMethod(Exl3LinearMethod):
 
 
 def in_use() -> bool:
-    """Whether the setting names it and the platform can have it."""
-    return NAME in envs.FUSED_OPS.read() and bool(current_platform.is_cuda())
+    """Whether it is among the ops of this process."""
+    return NAME in fused_names.wanted()
 
 
 def unquantized_method() -> UnquantizedLinearMethod:

@@ -166,6 +166,7 @@ def test_the_limits_are_those_of_the_source() -> None:
 def test_the_switch_names_known_ops_only() -> None:
     assert envs.FUSED_OPS.read({"GLM_EXL3_FUSED_OPS": "mhc"}) == ("mhc",)
     assert envs.FUSED_OPS.read({"GLM_EXL3_FUSED_OPS": "none"}) == ()
+    assert envs.FUSED_OPS.read({}) == (envs.AUTO,)
     with pytest.raises(GlmExl3Error, match="nonsense"):
         envs.FUSED_OPS.read({"GLM_EXL3_FUSED_OPS": "mhc,nonsense"})
     assert set(install.OPS) == set(envs.FUSED_NAMES)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from glm_exl3.fused import install
-from glm_exl3.ops import dense_rows
+from glm_exl3.ops import dense_rows, fused_names
 
 BF16 = torch.bfloat16
 
 
 def switch(monkeypatch: pytest.MonkeyPatch, *, on: bool) -> None:
-    from glm_exl3.quant import dense
-
-    monkeypatch.setenv("GLM_EXL3_FUSED_OPS", "dense" if on else "none")
-    monkeypatch.setattr(dense, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(fused_names, "wanted", lambda: ("dense",) if on else ())
 
 
 @pytest.fixture
