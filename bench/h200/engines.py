@@ -111,11 +111,16 @@ FULL = (
     ),
     engine(
         "full.verify7", "full",
-        [*verified(7, [*decode(1, 4, 16), *profile(1)]),
-         *(row for k in LENGTHS[:-1] for row in verified(k, decode(1, 4))),
-         *verified(7, [*prefill(32768),
-                       {"kind": "together", "requests": 2, "context": LONG, "tokens": 16}])],
-        130, 26, max_model_len=LONG + 8192, max_num_seqs=16, **dflash(*LENGTHS),
+        [*verified(7, [*decode(1, 3), *profile(1)]),
+         *(row for k in LENGTHS[:-1] for row in verified(k, decode(1, 3))),
+         *verified(7, prefill(32768))],
+        190, 26, max_num_seqs=4, **dflash(*LENGTHS),
+    ),
+    engine(
+        "full.long", "full",
+        [{"kind": "together", "requests": 2, "context": LONG, "tokens": 16}, *decode(1)],
+        110, 27, max_model_len=LONG + 8192, max_num_seqs=4, gpu_memory_utilization=0.97,
+        max_num_batched_tokens=4096, **dflash(7),
     ),
     engine(
         "full.fused", "full", [*decode(1, 2, 4, 8, 16), *profile(1), *prefill(32768)], 90, 28,

@@ -16,12 +16,15 @@ OPS = (
     "library", "site", "caches", "flashinfer", "tiny", "folders", "warm", "gpu-tests", "memcheck",
     "racecheck", "kv", "recode.projections", "seam", "tune", "layers.few",
 )  # fmt: skip
-ENGINES = ("drafting.methods", "text.fused", "kv.turns", "recode.step", "drafting.time")
-MODEL = ("full.served", "full.fused", "full.verify7", "peer.package", "peer.engine45")
+ENGINES = ("drafting.methods", "text.fused", "kv.turns", "recode.step")
+MODEL = (
+    "full.step", "full.long", "drafting.time", "peer.package", "peer.engine8", "peer.engine45",
+)  # fmt: skip
 PAIR = ("pair.served", "pair.verify7", "gpu-tests.two")
 MORE = (
-    "kv.heads", "full.step", "pair.step", "text.two", "verify.16", "full.steer", "kv.text", "kv.variants",
-    "text.one", "recode.nano", "drafting.pack", "edits", "peer.engine8", "peer.kernels", "kernels",
+    "kv.heads", "full.served", "full.fused", "full.verify7", "pair.step", "text.two", "verify.16",
+    "full.steer", "kv.text", "kv.variants", "text.one", "recode.nano", "drafting.pack", "edits",
+    "peer.kernels", "kernels",
 )  # fmt: skip
 PLANS: Mapping[str, tuple[str, ...]] = {
     "ops": OPS, "engines": ENGINES, "model": MODEL, "pair": PAIR, "more": MORE

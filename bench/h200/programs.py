@@ -140,7 +140,7 @@ OTHERS = (
     timing("recode.projections", "e2e.recode", "projections", EXPECTED, "--budget-s", "85",
            expect=95, at=55, limit=170),
     timing("recode.step", "e2e.recode", "step", "{work}/recode", EXPECTED, "--schemes",
-           "off,fp8", expect=160, at=60,
+           "off,fp8,exl3", expect=230, at=60,
            limit=560, after=WARM),
     timing("recode.nano", "nano.recode", "{root}/bench/nano/model/tr3", EXPECTED, "--schemes",
            "fp8,fp8-scaled,int8,exl3:6", expect=60, at=65, beside_gib=10),
