@@ -139,6 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, *write_models(options, Path(folder)))
     options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.profile:
+        print("microseconds of a step, target included:", json.dumps(result["profile"]))
     print(f"draft and selection: {result['draft_ms']} ms a step, target {TARGET_MS} ms")
     return int(result["draft_ms"] > TARGET_MS)
 
