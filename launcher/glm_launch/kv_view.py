@@ -34,7 +34,12 @@ VLLM_ROWS = {
 }
 """Rows of KV_CACHE_DTYPE=auto where they are none of ours; see docs/kv-cache.md."""
 FULL_305_BYTES, DRAFTER_BYTES = int(116.6 * GIB), int(1.2 * GIB)
-RESERVE_BYTES = int(2.6 * GIB)
+CONTEXT_BYTES, STEP_TOKEN_BYTES = int(1.1 * GIB), 756 << 10
+"""What an engine holds beside weights and cache: always, and per token of a step on one rank.
+
+7.0 GiB at 8,192 tokens with the 3.04-bpw checkpoint on one H200 (docs/performance.md, 2026-11-30);
+3.2 GiB a rank of two with 4 bits and a BF16 dense part, so two are taken to need half a token each.
+"""
 UNKNOWN = "unknown: set KV_CACHE_MEMORY_BYTES, or give --gpu-gib"
 
 
@@ -77,11 +82,15 @@ def geometry(settings: Settings) -> tuple[kv_plan.CacheGeometry, str]:
     return found, str(target)
 
 
+def step_tokens(settings: Settings) -> int:
+    """Most tokens of one step."""
+    return settings.MAX_NUM_BATCHED_TOKENS or STEP_TOKENS
+
+
 def options(settings: Settings, card: Card) -> kv_plan.CacheOptions:
     """How these settings store it on this kind of GPU."""
     choice = settings.KV_CACHE_DTYPE
     stored = VLLM_ROWS.get(card.capability[0]) if choice == "auto" else None
-    step = settings.MAX_NUM_BATCHED_TOKENS or STEP_TOKENS
     return kv_plan.CacheOptions(
         ranks=settings.tensor_parallel,
         drafts=draft_lengths.verified_tokens(settings),
@@ -90,7 +99,7 @@ def options(settings: Settings, card: Card) -> kv_plan.CacheOptions:
         draft_value_bytes=1 if settings.DRAFT_KV_CACHE_DTYPE == "fp8" else 2,
         granule=kv_plan.GRANULE_SM120 if card.capability[0] == BLACKWELL else kv_plan.GRANULE,
         checkpoints=card.capability[0] in FLASH_KDA,
-        in_flight_tokens=STEPS_IN_FLIGHT * step,
+        in_flight_tokens=STEPS_IN_FLIGHT * step_tokens(settings),
     )
 
 
@@ -102,10 +111,11 @@ def pool_of(settings: Settings, card: Card, model_bytes: int, draft_bytes: int) 
         return 0, UNKNOWN
     ranks = settings.tensor_parallel
     weights = -(-(model_bytes + draft_bytes) // ranks)
-    left = int(card.memory * settings.GPU_MEM_UTIL) - weights - RESERVE_BYTES
+    reserve = CONTEXT_BYTES + step_tokens(settings) * STEP_TOKEN_BYTES // ranks
+    left = int(card.memory * settings.GPU_MEM_UTIL) - weights - reserve
     return left, (
         f"{card.memory / GIB:.0f} GiB x GPU_MEM_UTIL {settings.GPU_MEM_UTIL:g}"
-        f" - weights {weights / GIB:.1f} - workspace and context {RESERVE_BYTES / GIB:.1f} GiB"
+        f" - weights {weights / GIB:.1f} - workspace and context {reserve / GIB:.1f} GiB"
     )
 
 

@@ -383,9 +383,10 @@ def _shown(default: Any) -> str:
         return f"`{int(default)}`"
     if isinstance(default, tuple) and default and isinstance(default[0], tuple):
         return f"`{','.join(f'{n}:{ms:g}' for n, ms in default)}`"
-    if isinstance(default, float):
-        return f"`{default:g}`"
-    return f"`{default}`" if default else "empty"
+    default = ",".join(default) if isinstance(default, tuple) else default
+    return (
+        f"`{default:g}`" if isinstance(default, float) else f"`{default}`" if default else "empty"
+    )
 
 
 PAGE_HEAD = """# Environment of the serving process
