@@ -381,12 +381,10 @@ def _shown(default: Any) -> str:
     """A default as a reader would type it."""
     if isinstance(default, bool):
         return f"`{int(default)}`"
-    if isinstance(default, tuple) and default and isinstance(default[0], tuple):
-        return f"`{','.join(f'{n}:{ms:g}' for n, ms in default)}`"
-    default = ",".join(default) if isinstance(default, tuple) else default
-    return (
-        f"`{default:g}`" if isinstance(default, float) else f"`{default}`" if default else "empty"
-    )
+    if isinstance(default, tuple):
+        default = ",".join(o if isinstance(o, str) else f"{o[0]}:{o[1]:g}" for o in default)
+    shown = f"{default:g}" if isinstance(default, float) else default
+    return f"`{shown}`" if shown else "empty"
 
 
 PAGE_HEAD = """# Environment of the serving process
