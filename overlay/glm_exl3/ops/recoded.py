@@ -76,7 +76,7 @@ def path_for(matrix: RowCodes, capability: tuple[int, int], tokens: int) -> str:
     if wanted != "auto" and tokens > tuning.ALIKE:
         path = wanted
     if path == SCALED and (matrix.scheme != "fp8" or capability < NATIVE_FP8):
-        return WIDENED
+        return ROWS if tokens <= ROWS_TOKENS else WIDENED
     return path
 
 

@@ -83,7 +83,9 @@ def test_quantised_activations_are_a_knob_and_spare_a_few_tokens(
     [
         ("fp8", (9, 0), 8, "auto", "streamed"),
         ("fp8", (8, 0), 1, "auto", "streamed"),
-        ("fp8", (9, 0), 17, "auto", "rows"),
+        ("fp8", (9, 0), 17, "auto", "scaled"),
+        ("fp8", (8, 0), 17, "auto", "rows"),
+        ("fp8", (8, 6), 257, "auto", "widened"),
         ("fp8", (9, 0), 4096, "auto", "scaled"),
         ("fp8", (8, 0), 4096, "auto", "widened"),
         ("fp8", (12, 1), 4096, "widened", "widened"),
