@@ -24,6 +24,7 @@ from glm_exl3.ref import recode
 
 STREAMED, ROWS, SCALED, WIDENED = tuning.STREAMED, "rows", "scaled", "widened"
 NATIVE_FP8 = (8, 9)
+ROWS_TOKENS = 256  # where `scaled` cannot serve, `widened` is slower up to so many
 STREAMED_TOKENS, STREAMED_BYTES = 16, 64  # of csrc/byte_rows.h: tokens, unit of a row
 
 
