@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,14 @@ def arguments(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         return made
     speculation = speculative(row, options.packed if row.packed else options.drafter)
     if len(row.lengths) > 1:
-        speculation["num_speculative_tokens_per_batch_size"] = [
-            [count, count, length] for count, length in enumerate(row.lengths, start=1)
-        ]
+        speculation["num_speculative_tokens_per_batch_size"] = schedule(row.lengths)
         made["scheduler_cls"] = ADAPTIVE
     return made | {"speculative_config": speculation | dict(row.more)}
+
+
+def schedule(lengths: Sequence[int]) -> list[list[int]]:
+    """vLLM's schedule that names `lengths`, so that their graphs are captured."""
+    return [[count, count, length] for count, length in enumerate(lengths, start=1)]
 
 
 def speculative(row: Row, drafter: Path) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from e2e.serve import numbers
+
 ENGINES = ("ours", "exllamav3")
 Row = dict[str, Any]
 Figure = tuple[str, float, str, str]
@@ -112,10 +114,6 @@ def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
 
     found = {key(row): row for row in (*old, *new)}
     return list(found.values())
-
-
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from e2e.draft_rows import ADAPTIVE
+from e2e.draft_rows import ADAPTIVE, schedule
 from h200.job import Job, python
 
 Measure = dict[str, Any]
@@ -62,9 +62,7 @@ def dflash(*lengths: int) -> dict[str, Any]:
     }  # fmt: skip
     if len(lengths) == 1:
         return {"speculative_config": speculation}
-    speculation["num_speculative_tokens_per_batch_size"] = [
-        [count, count, length] for count, length in enumerate(lengths, start=1)
-    ]
+    speculation["num_speculative_tokens_per_batch_size"] = schedule(lengths)
     return {"speculative_config": speculation, "scheduler_cls": ADAPTIVE}
 
 

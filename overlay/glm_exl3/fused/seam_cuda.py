@@ -61,7 +61,7 @@ def seam(  # noqa: PLR0913, PLR0917 - the tensors of one seam in their order
     blocks: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `mhc_seam.seam`, of any number of tokens; at most `blocks` thread blocks a token, 0: as
-    many as the device allows."""
+    many as serve best."""
     tokens = x.shape[0]
     new_streams, block_input = torch.empty_like(streams), torch.empty_like(x)
     post_out = torch.empty(tokens, STREAMS, 1, dtype=torch.float32, device=x.device)
