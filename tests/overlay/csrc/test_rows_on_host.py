@@ -16,7 +16,12 @@ from glm_exl3.ref import recode
 HOST = Path(__file__).parent / "host_rows"
 KINDS = {"fp8": 0, "int8": 1, "bf16": 2}
 # Rows shared by two warps, 8 rows a warp, 16 rows a warp: each with a last block that is not full.
-SHAPES = [(64, 21), (128, 200), (192, 40), (256, 65), (320, 16), (4096, 9), (544, 1070), (608, 33)]
+SHAPES = [(64, 21), (128, 200), (192, 40), (256, 65), (320, 16), (4096, 9)]
+# Only rows of bf16 may be any whole number of 32 columns.
+SHAPES_BY_KIND = [(kind, *shape) for kind in KINDS for shape in SHAPES] + [
+    ("bf16", 544, 1070),
+    ("bf16", 608, 33),
+]
 Product = Callable[..., torch.Tensor]
 
 
@@ -61,11 +66,8 @@ def inputs(tokens: int, k: int) -> torch.Tensor:
     return torch.randn(tokens, k, generator=torch.Generator().manual_seed(tokens)).bfloat16()
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize(("k", "n"), SHAPES)
+@pytest.mark.parametrize(("kind", "k", "n"), SHAPES_BY_KIND)
 def test_the_kernel_multiplies(product: Product, kind: str, k: int, n: int) -> None:
-    if kind != "bf16" and k % 64:
-        pytest.skip("8-bit rows are whole units of 64 columns")
     rows, scale = made(kind, n, k)
     for tokens, gap in ((1, 0), (3, 8), (8, 0), (9, 24), (16, 0)):
         x = inputs(tokens, k)
