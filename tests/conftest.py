@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -61,25 +61,33 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Files:
     return Files(config, log)
 
 
-def _reason(report: pytest.TestReport) -> str:
-    longrepr = report.longrepr
-    return str(longrepr[2]) if isinstance(longrepr, tuple) else str(longrepr)
+def _is_forbidden(report: pytest.TestReport | pytest.CollectReport) -> bool:
+    return (
+        bool(os.environ.get("CI"))
+        and report.skipped
+        and not hasattr(report, "wasxfail")
+        and not any(allowed in report.longreprtext for allowed in ALLOWED_SKIPS)
+    )
 
 
-def _forbidden_skips(terminalreporter: object) -> list[str]:
-    reports = getattr(terminalreporter, "stats", {}).get("skipped", [])
-    return [
-        f"{report.nodeid}: {_reason(report)}"
-        for report in reports
-        if not any(allowed in _reason(report) for allowed in ALLOWED_SKIPS)
-    ]
+def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if _is_forbidden(report):
+        report.longrepr = f"skipped although it could have run: {report.longreprtext}"
+        report.outcome = "failed"
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if os.environ.get("CI") and exitstatus == 0 and _forbidden_skips(reporter):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _refuse_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _refuse_skip(report)
+    return report
 
 
 def _minutes(terminalreporter: pytest.TerminalReporter) -> dict[str, float]:
@@ -99,11 +107,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("minutes by file")
         for file, spent in slow.items():
             terminalreporter.line(f"{spent:5.1f}  {file}")
-    forbidden = _forbidden_skips(terminalreporter) if os.environ.get("CI") else []
-    if forbidden:
-        terminalreporter.section("skipped although it could have run")
-        for line in forbidden:
-            terminalreporter.line(line)
 
 
 @pytest.fixture(scope="session")
