@@ -10,8 +10,6 @@ ahead of it has ended, so they must be older than that launch.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -25,13 +23,9 @@ CLUSTERS = (9, 0)
 """The first compute capability whose blocks form clusters."""
 
 
-@cache
 def has_kernel(device: torch.device) -> bool:
     """Whether the kernel runs on `device`, as it is or built at first use."""
-    if device.type != "cuda":
-        return False
-    capability = torch.cuda.get_device_capability(device)
-    return capability >= CLUSTERS and ext.refusal(capability) is None
+    return ext.runs_on(device, CLUSTERS)
 
 
 def takes(streams: Tensor, norm_weight: Tensor) -> bool:

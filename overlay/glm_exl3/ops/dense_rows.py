@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from glm_exl3.ops import ext, recoded, reference
+from glm_exl3.ops import ext, fused_names, recoded, reference
 
+NAME = "dense"  # among the fused ops
 ALIGNED_BYTES = 16  # what a lane loads at once
 
 _LIBRARY = torch.library.Library("glm_exl3", "FRAGMENT")
@@ -22,6 +23,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [..., k] with weight [n, k] -> [..., n] in x.dtype, sums in fp32, through the operation."""
     result: torch.Tensor = torch.ops.glm_exl3.dense_rows(x, weight)
     return result
+
+
+def in_use() -> bool:
+    """Whether it is among the fused ops of this process."""
+    return NAME in fused_names.wanted()
 
 
 def can_serve(x: torch.Tensor, weight: torch.Tensor) -> bool:

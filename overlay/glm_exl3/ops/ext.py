@@ -33,6 +33,7 @@ SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 SHIPPED = Path(__file__).resolve().parent / LIBRARY_NAME
 HOPPER = "9.0a"
 ARCHITECTURES = ("8.0", HOPPER, "12.0", "12.1")
+MINIMUM_CAPABILITY = (8, 0)
 MINIMUM_TORCH = (2, 11)
 # The ABI the library is compiled against; see torch/headeronly/version.h.
 _TARGET_TORCH = "0x020b000000000000"
@@ -256,8 +257,18 @@ def refusal(capability: tuple[int, int] | None) -> str | None:
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release < MINIMUM_TORCH:
         return f"torch {torch.__version__} is older than {MINIMUM_TORCH[0]}.{MINIMUM_TORCH[1]}"
-    if capability is None or capability < (8, 0):
+    if capability is None or capability < MINIMUM_CAPABILITY:
         return f"compute capability {capability} is below 8.0"
     if find_library() is None and nvcc() is None:
         return "the library is not built and there is no nvcc to build it"
     return None
+
+
+@cache
+def runs_on(device: torch.device, needed: tuple[int, int] = MINIMUM_CAPABILITY) -> bool:
+    """Whether kernels that need the capability `needed` run on `device`, built at first use or
+    before."""
+    if device.type != "cuda":
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= needed and refusal(capability) is None

@@ -13,7 +13,6 @@ and multiplied there; `scaled` has a twin that quantises the activations, too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -81,14 +80,6 @@ def path_for(matrix: RowCodes, capability: tuple[int, int], tokens: int) -> str:
     return path
 
 
-@cache
-def has_kernels(device: torch.device) -> bool:
-    """Whether this project's CUDA kernels run on `device`, as they are or built at first use."""
-    if device.type != "cuda":
-        return False
-    return ext.refusal(torch.cuda.get_device_capability(device)) is None
-
-
 def can_stream(x: torch.Tensor, element_bytes: int = 1) -> bool:
     """Whether the CUDA kernel can run and serves the tokens, type and width of `x` [t, k].
 
@@ -96,7 +87,7 @@ def can_stream(x: torch.Tensor, element_bytes: int = 1) -> bool:
     """
     whole = x.shape[1] * element_bytes % STREAMED_BYTES == 0
     few = x.shape[0] <= STREAMED_TOKENS and whole
-    return few and x.dtype == torch.bfloat16 and has_kernels(x.device)
+    return few and x.dtype == torch.bfloat16 and ext.runs_on(x.device)
 
 
 def by_path(x: torch.Tensor, matrix: RowCodes, path: str) -> torch.Tensor:

@@ -231,7 +231,8 @@ class Exl3Config(QuantizationConfig):
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-        from glm_exl3.quant.dense import packed_method, unquantized_method
+        from glm_exl3.quant.dense import unquantized_method
+        from glm_exl3.quant.linear import Exl3LinearMethod
         from glm_exl3.quant.lm_head import Exl3LMHeadMethod
         from glm_exl3.quant.moe import Exl3MoEMethod
 
@@ -245,7 +246,7 @@ class Exl3Config(QuantizationConfig):
                 return RecodedLinearMethod(self.recode.scheme, prefix)
             if sources is None:
                 return unquantized_method()
-            return packed_method(facts, prefix, sources)
+            return Exl3LinearMethod(facts, prefix, sources)
         if isinstance(layer, RoutedExperts):
             names = self.expert_names(prefix)
             return None if names is None else Exl3MoEMethod(layer.moe_config, facts, names)

@@ -16,12 +16,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-from glm_exl3.ops import dense_rows, fused_names
-from glm_exl3.quant.facts import Facts
-from glm_exl3.quant.linear import Exl3LinearMethod, LoadedLinear, Term
-from glm_exl3.quant.names import Source
-
-NAME = "dense"  # among the fused ops
+from glm_exl3.ops import dense_rows
 
 
 # vLLM finds the second loader by the name of the method's class.
@@ -39,40 +34,9 @@ class DenseLinearMethod(UnquantizedLinearMethod):
         return super().apply(layer, x, bias)
 
 
-class LoadedDenseRows(LoadedLinear):
-    """Finished matrices of which the dense ones are multiplied here."""
-
-    def _product(self, x: torch.Tensor, term: Term) -> torch.Tensor:
-        whole = isinstance(term.matrix, torch.Tensor) and term.matrix.shape[0] == term.width
-        if whole and x.shape[-1] == term.inputs:
-            return dense_rows.linear(x, term.matrix)
-        return super()._product(x, term)
-
-
-class PackedBesideDenseMethod(Exl3LinearMethod):
-    """A layer with packed matrices, dense ones beside them."""
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """As the parent."""
-        super().process_weights_after_loading(layer)
-        loaded: LoadedLinear = layer.exl3
-        layer.exl3 = LoadedDenseRows(loaded.terms, loaded.backend, loaded.together)
-
-
-def in_use() -> bool:
-    """Whether it is among the ops of this process."""
-    return NAME in fused_names.wanted()
-
-
 def unquantized_method() -> UnquantizedLinearMethod:
     """The method of a layer without packed matrices."""
-    return DenseLinearMethod() if in_use() else UnquantizedLinearMethod()
-
-
-def packed_method(facts: Facts, prefix: str, sources: tuple[Source, ...]) -> Exl3LinearMethod:
-    """The method of a layer with packed ones."""
-    method = PackedBesideDenseMethod if in_use() else Exl3LinearMethod
-    return method(facts, prefix, sources)
+    return DenseLinearMethod() if dense_rows.in_use() else UnquantizedLinearMethod()
 
 
 def adopt(model: torch.nn.Module) -> int:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from vllm.model_executor.layers.linear import LinearMethodBase
 
-from glm_exl3.ops import library, reference, table
+from glm_exl3.ops import dense_rows, library, reference, table
 from glm_exl3.ops.matrix import PackedMatrix
 from glm_exl3.quant import together
 from glm_exl3.quant.facts import Facts
@@ -46,6 +46,7 @@ class LoadedLinear:
     terms: tuple[Term, ...]
     backend: str
     together: bool = False  # by one operation; see `quant.together`
+    own_rows: bool = False  # dense terms by `ops.dense_rows`
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., k] -> [..., sum of widths] in x.dtype."""
@@ -61,9 +62,12 @@ class LoadedLinear:
         return [self._product(x, term) for term in self.terms]
 
     def _product(self, x: torch.Tensor, term: Term) -> torch.Tensor:
-        if x.shape[-1] < term.inputs:
+        whole = x.shape[-1] == term.inputs
+        if not whole:
             x = F.pad(x, (0, term.inputs - x.shape[-1]))
         if isinstance(term.matrix, torch.Tensor):
+            if self.own_rows and whole and term.matrix.shape[0] == term.width:
+                return dense_rows.linear(x, term.matrix)
             y = reference.dense_linear(x, term.matrix, term.wide)
         else:
             y = library.linear(x, term.matrix, self.backend)
@@ -96,7 +100,7 @@ def finish_linear(
         else:
             joined[-1] = merged
     prepared = tuple(_prepared(term, row) for term in joined)
-    return LoadedLinear(prepared, row.name, together.share(prepared, prefix))
+    return LoadedLinear(prepared, row.name, together.share(prepared, prefix), dense_rows.in_use())
 
 
 def _prepared(term: Term, row: table.BackendRow) -> Term:

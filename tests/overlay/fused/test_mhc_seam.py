@@ -100,10 +100,10 @@ def test_the_kernel_needs_clusters_and_the_library(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(ext, "refusal", lambda capability: refusal)
-    seam_cuda.has_kernel.cache_clear()
+    ext.runs_on.cache_clear()
     assert seam_cuda.has_kernel(torch.device("cuda", 0)) is runs
     assert not seam_cuda.has_kernel(torch.device("cpu"))
-    seam_cuda.has_kernel.cache_clear()
+    ext.runs_on.cache_clear()
 
 
 @pytest.mark.parametrize("has_kernel", [True, False])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from glm_exl3.ops import dense_rows, ext, recoded
+from glm_exl3.ops import dense_rows, ext
 
 BF16 = torch.bfloat16
 
@@ -55,9 +55,9 @@ def test_a_compiled_graph_has_it_as_one_node() -> None:
 def test_what_the_kernel_serves(
     x: torch.Tensor, weight: torch.Tensor, can: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recoded, "has_kernels", lambda _: True)
+    monkeypatch.setattr(ext, "runs_on", lambda _: True)
     assert dense_rows.can_serve(x, weight) is can
-    monkeypatch.setattr(recoded, "has_kernels", lambda _: False)
+    monkeypatch.setattr(ext, "runs_on", lambda _: False)
     assert not dense_rows.can_serve(x, weight)
 
 
@@ -68,7 +68,7 @@ def test_the_kernel_reads_rows_and_tokens_where_they_are(monkeypatch: pytest.Mon
         asked.extend((x, weight))
         out.copy_(F.linear(x, weight))
 
-    monkeypatch.setattr(recoded, "has_kernels", lambda _: True)
+    monkeypatch.setattr(ext, "runs_on", lambda _: True)
     monkeypatch.setattr(ext, "operators", lambda: SimpleNamespace(dense_rows=kernel))
     x, weight = drawn(3, 320)[:, 128:256], drawn(48, 128)[16:]
     y = dense_rows.linear(x, weight)
@@ -79,4 +79,4 @@ def test_the_kernel_reads_rows_and_tokens_where_they_are(monkeypatch: pytest.Mon
 
 
 def test_no_gpu_no_kernel() -> None:
-    assert not recoded.has_kernels(torch.device("cpu"))
+    assert not ext.runs_on(torch.device("cpu"))

@@ -138,15 +138,13 @@ def half_packed(exl3_config, gate) -> torch.nn.Module:
 def test_a_layer_that_is_half_packed_loads_as_before(
     asked, packed, exl3_config, at_rank, load
 ) -> None:
-    from glm_exl3.quant.dense import LoadedDenseRows
-
     at_rank(0, 1)
     gate, dense = packed(128, 256), torch.randn(256, 128).to(BF16)
     layer = half_packed(exl3_config, gate)
     load(layer, gate.tensors, 0)
     layer.weight.weight_loader(layer.weight, dense, 1)
     layer.quant_method.process_weights_after_loading(layer)
-    assert type(layer.exl3) is LoadedDenseRows
+    assert layer.exl3.own_rows
     x = torch.randn(3, 128).to(BF16)
     want = torch.cat([x.float() @ gate.dense(), F.linear(x, dense).float()], -1)
     torch.testing.assert_close(layer(x)[0].float(), want, rtol=2e-2, atol=2e-2)
@@ -155,16 +153,15 @@ def test_a_layer_that_is_half_packed_loads_as_before(
 @pytest.mark.parametrize("together", [False, True])
 def test_dense_rows_beside_packed_ones(together: bool, products, packed) -> None:
     """Unless one launch takes both, the dense ones go their own way, uncopied."""
-    from glm_exl3.quant.dense import LoadedDenseRows
     from glm_exl3.quant.linear import LoadedLinear, Term
 
     dense = torch.randn(8, 128).to(BF16)
     terms = (Term(packed(128, 256).matrix, 256, 128), Term(dense, 8, 128))
     x = torch.randn(3, 128).to(BF16)
-    loaded = LoadedDenseRows(terms, "reference", together)
+    loaded = LoadedLinear(terms, "reference", together, own_rows=True)
     assert torch.equal(loaded.apply(x, None), LoadedLinear(terms, "reference").apply(x, None))
     assert [weight.data_ptr() for weight in products] == [dense.data_ptr()] * (not together)
-    padded = LoadedDenseRows((Term(dense, 6, 128),), "reference")
+    padded = LoadedLinear((Term(dense, 6, 128),), "reference", own_rows=True)
     want = F.linear(x[:, :96], dense[:6, :96])
     torch.testing.assert_close(padded.apply(x[:, :96], None), want)
     assert len(products) <= 1
@@ -191,10 +188,10 @@ def test_recoding_comes_first(
 
 
 def test_another_platform_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from glm_exl3.quant import dense
+    from glm_exl3.ops import dense_rows
 
     monkeypatch.setenv("GLM_EXL3_FUSED_OPS", "dense")
-    assert not dense.in_use()
+    assert not dense_rows.in_use()
 
 
 def test_layers_without_a_configuration_are_adopted(

@@ -136,7 +136,7 @@ def test_the_kernel_serves_few_tokens_of_bf16_where_its_library_is(  # noqa: PLR
     can: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recoded, "has_kernels", lambda _: library)
+    monkeypatch.setattr(ext, "runs_on", lambda _: library)
     assert recoded.can_stream(torch.zeros(tokens, k, dtype=dtype)) is can
 
 
