@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 
 from glm_exl3.format.layout import MCG_MARKER, MUL1_MARKER, Codebook
-from glm_exl3.ops import ext
 from glm_exl3.ref.codebook import codebook_table
 from glm_exl3.ref.decode import unpack_states
 
-HOST = Path(__file__).parent / "host"
 CODES = {Codebook.INST3: "0", Codebook.MCG: "1", Codebook.MUL1: "2"}
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory) -> Path:
-    binary = tmp_path_factory.mktemp("codec") / "codec"
-    source = str(HOST / "codec_main.cpp")
-    subprocess.run(
-        ["g++", "-std=c++17", "-O1", f"-I{HOST}", f"-I{ext.SOURCES}", source, "-o", str(binary)],
-        check=True,
-    )
-    return binary
+def program(compiled):
+    return compiled("codec")
 
 
 def hashes_of(states: torch.Tensor, codebook: Codebook) -> torch.Tensor:
@@ -48,11 +37,8 @@ def weights_of(words: torch.Tensor, codebook: Codebook) -> torch.Tensor:
 def test_lanes_decode_the_states_of_the_reference(program, bits, codebook):
     generator = torch.Generator().manual_seed(bits)
     trellis = torch.randint(-(1 << 15), 1 << 15, (40, 16 * bits), generator=generator).short()
-    done = subprocess.run(
-        [program, CODES[codebook], str(bits)],
-        input=trellis.numpy().tobytes(), capture_output=True, check=True,
-    )  # fmt: skip
-    found = torch.frombuffer(bytearray(done.stdout), dtype=torch.int32).reshape(40, 32, 2, 8)
+    written = program(CODES[codebook], str(bits), tensors=[trellis])
+    found = torch.frombuffer(written, dtype=torch.int32).reshape(40, 32, 2, 8)
     found = found.long() & 0xFFFFFFFF
     states = unpack_states(trellis).long()
     assert torch.equal(found[:, :, 0].reshape(40, 256), hashes_of(states, codebook))

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from glm_exl3.ops import ext
 from glm_exl3.ref import recode
 
-HOST = Path(__file__).parent / "host_rows"
 KINDS = {"fp8": 0, "int8": 1, "bf16": 2}
 # Rows shared by two warps, 8 rows a warp, 16 rows a warp: each with a last block that is not full.
 SHAPES = [(64, 21), (128, 200), (192, 40), (256, 65), (320, 16), (4096, 9)]
@@ -26,14 +21,9 @@ Product = Callable[..., torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def product(tmp_path_factory: pytest.TempPathFactory) -> Product:
+def product(compiled: Callable[..., Callable[..., bytearray]]) -> Product:
     """out [tokens, n] of x [tokens, k] in rows of `stride` elements."""
-    folder = tmp_path_factory.mktemp("rows")
-    for file in (ext.SOURCES / "byte_rows.cu", ext.SOURCES / "byte_rows.h", *HOST.iterdir()):
-        shutil.copy(file, folder)
-    program = folder / "rows"
-    flags = ["-std=c++17", "-O1", "-Wno-unknown-pragmas", f"-I{folder}"]
-    subprocess.run(["g++", *flags, str(folder / "rows_main.cpp"), "-o", str(program)], check=True)
+    program = compiled("rows", "byte_rows.cu")
 
     def run(
         kind: str, x: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor, gap: int = 0
@@ -42,13 +32,8 @@ def product(tmp_path_factory: pytest.TempPathFactory) -> Product:
         wide = torch.full((tokens, k + gap), torch.nan, dtype=torch.bfloat16)
         wide[:, :k] = x
         given = [wide, rows] if kind == "bf16" else [wide, rows, scale]
-        numbers = (KINDS[kind], tokens, k, n, k + gap)
-        done = subprocess.run(
-            [program, *map(str, numbers)],
-            input=b"".join(bytes(t.contiguous().view(torch.uint8).numpy()) for t in given),
-            capture_output=True, check=True,
-        )  # fmt: skip
-        return torch.frombuffer(bytearray(done.stdout), dtype=torch.bfloat16).reshape(tokens, n)
+        written = program(tensors=given, kind=KINDS[kind], tokens=tokens, k=k, n=n, stride=k + gap)
+        return torch.frombuffer(written, dtype=torch.bfloat16).reshape(tokens, n)
 
     return run
 

@@ -1,37 +1,47 @@
-// Just enough of CUDA's device functions to compile the codec for the host.
+// Numbers of IEEE half precision on the host.
 #pragma once
 
-#include <cstdint>
-
-#define __device__
-#define __forceinline__ inline
+#include <cuda_runtime_api.h>
 
 struct __half {
     unsigned short bits;
 };
+struct alignas(4) __half2 {
+    __half x, y;
+};
 
 inline __half __ushort_as_half(unsigned short bits) { return {bits}; }
+
+inline float __half2float(__half h) {
+    const uint32_t magnitude = uint32_t(h.bits & 0x7fff) << 13;
+    const bool finite = (h.bits & 0x7c00) != 0x7c00;
+    const float value = finite ? __uint_as_float(magnitude) * 0x1p112f : __uint_as_float(magnitude | 0x7f800000u);
+    return std::copysign(value, h.bits & 0x8000 ? -1.0f : 1.0f);
+}
+
+inline __half __float2half_rn(float value) {
+    const float magnitude = std::fabs(value);
+    const uint32_t bits = __float_as_uint(magnitude);
+    uint32_t half;
+    if (std::isnan(value)) return {0x7fff};
+    if (magnitude >= 65520.0f) {
+        half = 0x7c00;
+    } else if (magnitude < 0x1p-14f) {
+        half = static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p24f));
+    } else {
+        half = ((bits + 0xfff + (bits >> 13 & 1)) >> 13) - (112 << 10);
+    }
+    return {static_cast<unsigned short>(half | (std::signbit(value) ? 0x8000 : 0))};
+}
+
+inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
+inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+inline __half2 __float2half2_rn(float value) { return __floats2half2_rn(value, value); }
+
+// The product of two halves is a float.
+inline __half __hmul(__half a, __half b) { return __float2half_rn(__half2float(a) * __half2float(b)); }
+inline __half2 __hmul2(__half2 a, __half2 b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; }
+
+// Of the codec's weights, which no kernel under test computes.
 __half __hadd(__half, __half);
 __half __hfma(__half, __half, __half);
-
-inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
-    const uint64_t bytes = (uint64_t(high) << 32) | low;
-    uint32_t out = 0;
-    for (int i = 0; i < 4; ++i) {
-        out |= uint32_t((bytes >> (8 * ((selector >> (4 * i)) & 7))) & 255) << (8 * i);
-    }
-    return out;
-}
-
-inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
-    return uint32_t(((uint64_t(high) << 32) | low) >> (shift & 31));
-}
-
-inline uint32_t __dp2a_lo(uint32_t a, uint32_t b, uint32_t c) {
-    return c + (a & 0xffff) * (b & 255) + (a >> 16) * ((b >> 8) & 255);
-}
-
-inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t c) {
-    for (int i = 0; i < 4; ++i) c += ((a >> (8 * i)) & 255) * ((b >> (8 * i)) & 255);
-    return c;
-}
