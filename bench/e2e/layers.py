@@ -47,8 +47,8 @@ class Setting:
 SETTINGS = (
     Setting("as served", {}),
     Setting("no early launch", {"GLM_EXL3_EARLY_LAUNCH": "0"}),
-    Setting("spread", {"GLM_EXL3_SPREAD": "1"}),
-    Setting("spread, no early launch", {"GLM_EXL3_SPREAD": "1", "GLM_EXL3_EARLY_LAUNCH": "0"}),
+    Setting("integers", {"GLM_EXL3_INTEGER_PRODUCTS": "1"}),
+    Setting("integers, k uncut", {"GLM_EXL3_INTEGER_PRODUCTS": "1"}, 1),
     Setting("k in 2", {}, 2),
     Setting("k in 4", {}, 4),
     Setting("k uncut", {}, 1),

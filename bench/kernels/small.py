@@ -5,8 +5,11 @@ Inputs of 640 columns are five stages of the tile kernels, so that rings of four
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+from glm_exl3 import envs
 from glm_exl3.format.layout import Codebook
 from glm_exl3.fused import seam_cuda
 from glm_exl3.ops import cuda_backend, cuda_parts, dense_rows, recoded
@@ -88,9 +91,11 @@ def _seam(generator: torch.Generator) -> None:
 def main() -> None:
     generator = torch.Generator("cuda").manual_seed(3)
     for bits, codebook in RATES:
-        _experts(bits, codebook, generator)
-        _matrices(bits, codebook, generator)
-        _parts(bits, codebook, generator)
+        for integers in "01" if codebook is Codebook.MUL1 else "0":
+            os.environ[envs.INTEGER_PRODUCTS.name] = integers
+            _experts(bits, codebook, generator)
+            _matrices(bits, codebook, generator)
+            _parts(bits, codebook, generator)
     for last_dim, codebook in ((112, Codebook.INST3), (24, Codebook.MUL1)):
         matrix = inputs.random_matrix(256, 256, last_dim, codebook, generator)
         cuda_backend.dequant(matrix, torch.float16)

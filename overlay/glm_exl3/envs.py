@@ -192,7 +192,9 @@ TOGETHER = Knob(
     "dense (beside packed), activation (of gate and up), shared (shared experts, too), or none",
 )
 EARLY_LAUNCH = Knob("GLM_EXL3_EARLY_LAUNCH", True, _flag, "0: no kernel starts before its input")
-SPREAD = Knob("GLM_EXL3_SPREAD", False, _flag, "1: few blocks of experts spread over the whole GPU")
+INTEGER_PRODUCTS = Knob(
+    "GLM_EXL3_INTEGER_PRODUCTS", False, _flag, "1: few tokens times mul1 matrices as integers"
+)
 HYBRID_DRAFT = Knob(
     "GLM_EXL3_HYBRID_DRAFT",
     False,
@@ -315,7 +317,7 @@ KNOBS: tuple[Knob, ...] = (
     SHARED_BESIDE,
     TOGETHER,
     EARLY_LAUNCH,
-    SPREAD,
+    INTEGER_PRODUCTS,
     ATTENTION,
     HYBRID_DRAFT,
     HYBRID_MATCH,

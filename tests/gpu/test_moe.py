@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from gpu_cases import (
@@ -113,6 +115,19 @@ def test_limits_and_outliers(backend, generator, tokens, limit, outlier):
     found, wanted = run(backend, call, *stacks, limit), moe_in_double(call, *stacks, limit)
     assert error(found[:1], wanted[:1]) < MOE_TOLERANCE
     assert tokens == 1 or error(found[1:], wanted[1:]) < MOE_TOLERANCE
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("tokens", [1, 8, 40, 200])
+@pytest.mark.parametrize(("codebook", "last_dim"), [(MCG, 64), (MUL1, 48)])
+def test_what_is_no_number_stays_in_its_row(backend, generator, codebook, last_dim, tokens, bad):
+    stacks = random_stacks(generator, 16, 512, 256, last_dim, codebook)
+    call = random_routing(tokens, 512, 16, 4, generator)
+    clean = run(backend, call, *stacks)
+    call.x[0, 300] = bad
+    found = run(backend, call, *stacks)
+    assert found[0].isnan().all()
+    assert torch.equal(found[1:], clean[1:])
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 200])

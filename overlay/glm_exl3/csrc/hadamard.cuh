@@ -13,24 +13,41 @@ struct Quad {
     float v[4];
 };
 
-// Natural (Sylvester) order, scaled by 1/sqrt(128): its own inverse.
-__device__ __forceinline__ Quad hadamard128(Quad q, int lane) {
+__device__ __forceinline__ Quad hadamard4(const Quad& q) {
     const float a = q.v[0] + q.v[1], b = q.v[0] - q.v[1];
     const float c = q.v[2] + q.v[3], d = q.v[2] - q.v[3];
-    q.v[0] = (a + c) * kHadamardScale;
-    q.v[1] = (b + d) * kHadamardScale;
-    q.v[2] = (a - c) * kHadamardScale;
-    q.v[3] = (b - d) * kHadamardScale;
+    return {{(a + c) * kHadamardScale, (b + d) * kHadamardScale, (a - c) * kHadamardScale,
+             (b - d) * kHadamardScale}};
+}
+
+__device__ __forceinline__ Quad hadamard_step(Quad q, int step, int lane) {
+    const float sign = (lane & step) ? -1.0f : 1.0f;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const float sign = (lane & step) ? -1.0f : 1.0f;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float other = __shfl_xor_sync(kFullWarp, q.v[i], step);
-            q.v[i] = fmaf(q.v[i], sign, other);
-        }
+    for (int i = 0; i < 4; ++i) {
+        const float other = __shfl_xor_sync(kFullWarp, q.v[i], step);
+        q.v[i] = fmaf(q.v[i], sign, other);
     }
     return q;
+}
+
+// Natural (Sylvester) order, scaled by 1/sqrt(128): its own inverse.
+__device__ __forceinline__ Quad hadamard128(Quad q, int lane) {
+    q = hadamard4(q);
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) q = hadamard_step(q, step, lane);
+    return q;
+}
+
+// The same of several, in a loop over the steps: code that runs once takes as long to fetch as to run.
+template <int Batch>
+__device__ __forceinline__ void hadamard128(Quad (&q)[Batch], int lane) {
+#pragma unroll
+    for (int i = 0; i < Batch; ++i) q[i] = hadamard4(q[i]);
+#pragma unroll 1
+    for (int step = 1; step < 32; step *= 2) {
+#pragma unroll
+        for (int i = 0; i < Batch; ++i) q[i] = hadamard_step(q[i], step, lane);
+    }
 }
 
 __device__ __forceinline__ float warp_max(float value) {

@@ -54,17 +54,6 @@ inline bool knob(const char* name, bool unless_set) {
     return value == nullptr || *value == '\0' ? unless_set : *value == '1';
 }
 
-// Shared memory of a small grid's block: with GLM_EXL3_SPREAD so much that no multiprocessor takes more
-// blocks than an even spread gives it, also where another stream's kernels fill most of them.
-inline int spread_bytes(int bytes, dim3 grid) {
-    if (!knob("GLM_EXL3_SPREAD", false)) return bytes;
-    const int blocks = static_cast<int>(grid.x * grid.y * grid.z);
-    const int each = (blocks - 1) / device_attribute(cudaDevAttrMultiProcessorCount) + 1;
-    if (each > 3) return bytes;
-    const int whole = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-    return std::max(bytes, (whole / (each + 1) + 127) / 128 * 128);
-}
-
 template <typename... Parameters, typename... Arguments>
 int launch(void (*kernel)(Parameters...), dim3 grid, int bytes, cudaStream_t stream, bool dependent,
            Arguments... arguments) {
@@ -112,9 +101,9 @@ inline DecodeScratch carve(const MoeArguments& a) {
     return s;
 }
 
-// As many rows of `row_bytes` as leave room for four blocks on a multiprocessor, one to eight.
-inline int row_cap(int tokens, int ring_bytes, int row_bytes) {
-    return std::max(1, std::min({8, tokens, (kBlockBytes - ring_bytes) / row_bytes}));
+// As many rows of `row_bytes` as leave room for four blocks on a multiprocessor, one to `most`.
+inline int row_cap(int most, int tokens, int ring_bytes, int row_bytes) {
+    return std::max(1, std::min({most, tokens, (kBlockBytes - ring_bytes) / row_bytes}));
 }
 
 // k cut into parts of whole 128-blocks, all but the last equal.
@@ -127,41 +116,48 @@ struct Parts {
     }
 };
 
-template <int K, Codebook C>
+// Whether a mul1 matrix of k rows is to be multiplied as integers, and may be: sums stay within 32 bits.
+constexpr int kMostIntegerRows = 16384;
+inline bool by_integers(int k) { return k <= kMostIntegerRows && knob("GLM_EXL3_INTEGER_PRODUCTS", false); }
+
+template <int K, Codebook C, int Products>
 int launch_gate_up(const MoeArguments& a, cudaStream_t stream) {
-    using Work = Stream<K, C, 1, 2>;
+    using Work = StreamOf<K, C, 1, 2, Products>;
     const int split = moe_split(a.tokens, a.w13.n, a.split_k);
     const Parts parts(a.w13.k, split);
     const int row_bytes = parts.size * 2 * (a.same_suh ? 1 : 2);
-    const int cap = row_cap(a.tokens, Work::kRingBytes, row_bytes);
+    const int cap = row_cap(Work::kRows, a.tokens, Work::kRingBytes, row_bytes);
     const dim3 grid(a.w13.n / 128, a.tokens * a.top_k, parts.count);
-    const int bytes = spread_bytes(std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes), grid);
+    const int bytes = std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes);
     const DecodeScratch scratch = carve(a);
     if (!rotates_before(a.tokens, split)) {
         // Not early: among the last blocks of the call before, these would spread unevenly.
-        return launch(moe_gate_up<K, C, 1, false>, grid, bytes, stream, false, a, scratch, parts.count,
+        return launch(moe_gate_up<K, C, Products, false>, grid, bytes, stream, false, a, scratch, parts.count,
                       parts.size, cap);
     }
     const dim3 lines(a.tokens * a.top_k, a.same_suh ? 1 : 2, parts.count);
-    if (const int error = launch(moe_rotate, lines, 0, stream, true, a, scratch, parts.size)) return error;
-    return launch(moe_gate_up<K, C, 1, true>, grid, bytes, stream, true, a, scratch, parts.count,
+    if (const int error =
+            launch(moe_rotate<typename Work::Rows>, lines, 0, stream, true, a, scratch, parts.size)) {
+        return error;
+    }
+    return launch(moe_gate_up<K, C, Products, true>, grid, bytes, stream, true, a, scratch, parts.count,
                   parts.size, cap);
 }
 
-template <int K, Codebook C>
+template <int K, Codebook C, int Products>
 int launch_down(const MoeArguments& a, cudaStream_t stream) {
-    using Work = Stream<K, C, 1, 1>;
+    using Work = StreamOf<K, C, 1, 1, Products>;
     const Parts parts(a.w2.k, moe_split(a.tokens, a.w13.n, a.split_k));
     const int row_bytes = parts.size * 2;
-    const int cap = row_cap(a.tokens, Work::kRingBytes, row_bytes);
+    const int cap = row_cap(Work::kRows, a.tokens, Work::kRingBytes, row_bytes);
     const dim3 grid(a.w2.n / 128, a.tokens * a.top_k, parts.count);
-    const int bytes = spread_bytes(std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes), grid);
-    return launch(moe_down<K, C, 1>, grid, bytes, stream, true, a, carve(a), parts.count, parts.size, cap);
+    const int bytes = std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes);
+    return launch(moe_down<K, C, Products>, grid, bytes, stream, true, a, carve(a), parts.count, parts.size, cap);
 }
 
-template <int K, Codebook C, int NT>
+template <int K, Codebook C, int NT, int Products>
 int launch_linear(const LinearArguments& a, cudaStream_t stream) {
-    using Work = Stream<K, C, NT, 1>;
+    using Work = StreamOf<K, C, NT, 1, Products>;
     const int groups = (a.tokens + Work::kRows - 1) / Work::kRows;
     const int rows = std::min(Work::kRows, a.tokens);
     const int blocks = a.w.n / 128, k_blocks = a.w.k / 128;
@@ -170,7 +166,7 @@ int launch_linear(const LinearArguments& a, cudaStream_t stream) {
     // that a token's bits do not depend on its neighbours.
     const int budget = kLinearBytes * (NT == 1 ? 1 : 2) - Work::kRingBytes;
     while (split < k_blocks && split < widest_split(a.w.n) &&
-           Work::kRows * ((k_blocks + split - 1) / split) * 256 > budget) {
+           8 * NT * ((k_blocks + split - 1) / split) * 256 > budget) {
         ++split;
     }
     const Parts parts(a.w.k, split);
@@ -184,15 +180,17 @@ int launch_linear(const LinearArguments& a, cudaStream_t stream) {
     at += aligned(static_cast<int64_t>(a.tokens) * a.w.k * 2);
     s.parts = reinterpret_cast<float*>(at);
     const dim3 grid(blocks, groups, parts.count);
-    if (a.tokens <= kFusedRotation) {
-        return launch(linear_few_tokens<K, C, NT, false>, grid, bytes, stream, true, a, s, parts.count,
-                      parts.size);
+    if constexpr (Work::kRows <= 8 && Products < 2) {
+        if (a.tokens <= kFusedRotation) {
+            return launch(linear_few_tokens<K, C, NT, Products, false>, grid, bytes, stream, true, a, s, parts.count,
+                          parts.size);
+        }
     }
-    if (const int error = launch(rotate_tokens, dim3(parts.count, a.tokens), 0, stream, false, a, s,
-                                 Work::kRows, parts.size)) {
+    if (const int error = launch(rotate_tokens<typename Work::Rows>, dim3(parts.count, a.tokens), 0, stream,
+                                 false, a, s, Work::kRows, parts.size)) {
         return error;
     }
-    return launch(linear_few_tokens<K, C, NT, true>, grid, bytes, stream, true, a, s, parts.count,
+    return launch(linear_few_tokens<K, C, NT, Products, true>, grid, bytes, stream, true, a, s, parts.count,
                   parts.size);
 }
 

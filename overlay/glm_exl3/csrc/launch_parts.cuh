@@ -57,9 +57,9 @@ PartsPlan plan_parts(const LinearPartsArguments& a) {
     return p;
 }
 
-template <int K, Codebook C>
+template <int K, Codebook C, int Products>
 int launch_parts(const LinearPartsArguments& a, cudaStream_t stream) {
-    using Work = Stream<K, C, 1, 1>;
+    using Work = StreamOf<K, C, 1, 1, Products>;
     const PartsPlan p = plan_parts<K, C>(a);
     int blocks = p.part[0].first_block, longest = 0, most = 0;
     for (int i = 0; i < p.count; ++i) {
@@ -70,18 +70,26 @@ int launch_parts(const LinearPartsArguments& a, cudaStream_t stream) {
     if (a.gated && p.part[0].split != p.part[1].split) return kUnsupported;
     const int bytes = std::max(Work::kRingBytes + p.tokens * longest * 2, Work::kReduceBytes);
     const dim3 grid(blocks);
-    if (p.tokens <= kFusedRotation) {
-        if (a.gated) return launch(linear_parts<K, C, false, true>, grid, bytes, stream, true, p);
-        return launch(linear_parts<K, C, false, false>, grid, bytes, stream, true, p);
+    if constexpr (Products < 2) {
+        if (p.tokens <= kFusedRotation) {
+            if (a.gated) return launch(linear_parts<K, C, Products, false, true>, grid, bytes, stream, true, p);
+            return launch(linear_parts<K, C, Products, false, false>, grid, bytes, stream, true, p);
+        }
     }
-    if (const int error = launch(rotate_parts<>, dim3(most, p.tokens, p.count), 0, stream, false, p)) return error;
-    if (a.gated) return launch(linear_parts<K, C, true, true>, grid, bytes, stream, true, p);
-    return launch(linear_parts<K, C, true, false>, grid, bytes, stream, true, p);
+    const dim3 cuts(most, p.tokens, p.count);
+    if (const int error = launch(rotate_parts<typename Work::Rows>, cuts, 0, stream, false, p)) return error;
+    if (a.gated) return launch(linear_parts<K, C, Products, true, true>, grid, bytes, stream, true, p);
+    return launch(linear_parts<K, C, Products, true, false>, grid, bytes, stream, true, p);
 }
 
 template <int K, Codebook C>
 int parts_instance(const LinearPartsArguments& a, cudaStream_t stream) {
-    return launch_parts<K, C>(a, stream);
+    if constexpr (C == Codebook::kMul1) {
+        if (by_integers(a.w[0].k)) {
+            return a.tokens <= 4 ? launch_parts<K, C, 1>(a, stream) : launch_parts<K, C, 2>(a, stream);
+        }
+    }
+    return launch_parts<K, C, 0>(a, stream);
 }
 
 }  // namespace exl3

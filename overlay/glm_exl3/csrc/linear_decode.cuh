@@ -6,21 +6,21 @@
 
 #include "api.h"
 #include "moe_decode.cuh"
-#include "stream.cuh"
+#include "stream_integer.cuh"
 
 namespace exl3 {
 
 struct LinearScratch {
     int* counters;   // [token groups, n/128]
     float* scales;   // [tokens, split], powers of two of the parts of rows
-    __half* rotated; // [token groups, k/16, rows of the group, 16]
+    __half* rotated; // [token groups, k/16, rows of the group, 16], as the product's rows order sixteen
     float* parts;    // [token groups, n/128, split, rows, 128]
 };
 
-template <int K, Codebook C, int NT, bool Rotated>
-__global__ void __launch_bounds__(kThreads, NT == 1 ? 4 : NT == 2 ? 3 : 2)
+template <int K, Codebook C, int NT, int Products, bool Rotated>
+__global__ void __launch_bounds__(kThreads, NT == 4 ? 2 : NT == 2 || Products == 2 ? 3 : 4)
 linear_few_tokens(const LinearArguments a, const LinearScratch scratch, int split, int k_part) {
-    using Work = Stream<K, C, NT, 1>;
+    using Work = StreamOf<K, C, NT, 1, Products>;
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ unsigned bounds[Work::kRows];
     __shared__ int flag;
@@ -56,7 +56,7 @@ linear_few_tokens(const LinearArguments a, const LinearScratch scratch, int spli
                                         [=](int row) { return index + static_cast<int64_t>(row) * a.w.k; },
                                         static_cast<const __half*>(a.w.suh) + k_begin, k_size, rows);
         __syncthreads();
-        rotate_rows(rows_of, bounds, activations, rows, 0, warp, lane);
+        rotate_rows<typename Work::Rows>(rows_of, bounds, activations, rows, 0, warp, lane);
     }
     __syncthreads();
 
@@ -70,7 +70,7 @@ linear_few_tokens(const LinearArguments a, const LinearScratch scratch, int spli
     float* parts = scratch.parts + group * split * Work::kRows * 128;
     for (int row = warp; row < rows; row += kWarps) {
         const float scale =
-            Rotated ? __ldcg(scratch.scales + (first + row) * split + part) : row_scale(bounds, row);
+            Rotated ? __ldcg(scratch.scales + (first + row) * split + part) : row_scale(bounds[row]);
         const Quad q = Work::get(reduce, row, lane * 4) * reciprocal_of_power(scale);
         store_quad(reduce, Type::kFloat, row * Work::kReduceStride + lane * 4, q);
         if (split > 1) store_quad(parts, Type::kFloat, (part * Work::kRows + row) * 128 + lane * 4, q);

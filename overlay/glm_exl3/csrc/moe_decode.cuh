@@ -10,7 +10,7 @@
 #pragma once
 
 #include "api.h"
-#include "stream.cuh"
+#include "stream_integer.cuh"
 
 namespace exl3 {
 
@@ -18,9 +18,9 @@ struct DecodeScratch {
     int* gate_counters;    // [pairs, I/128]
     int* down_counters;    // [tokens, H/128]
     float* intermediate_scale;  // [pairs, I/128]
-    __half* intermediate;  // [pairs, I], fragment order within sixteen
+    __half* intermediate;  // [pairs, I], as `HalfRows` orders sixteen
     float* down_parts;     // [pairs, split, H]
-    __half* rotated;       // [inputs, pairs, H], fragment order within sixteen, where rotated beforehand
+    __half* rotated;       // [inputs, pairs, H], as the product's rows order sixteen, where rotated beforehand
     float* rotated_scale;  // [inputs, pairs, split], powers of two
     float* gate_parts;     // [pairs, I/128, split, 256]
 };
@@ -82,19 +82,14 @@ __device__ __forceinline__ int gather_rows(const MoeArguments& a, int pair, int6
     return min(found, cap);
 }
 
-// One over a power of two, exactly.
-__device__ __forceinline__ float reciprocal_of_power(float power) {
-    return __uint_as_float((254u << 23) - __float_as_uint(power));
-}
-
 // One arrival at a counter, after the caller's stores (or those a barrier ordered before it) are
 // visible. True for the arrival that completes `total`; the counter is then zero again.
 __device__ __forceinline__ bool arrives_last(int* counter, int total) {
-    __threadfence();
+    fence_device();
     const bool last = atomicAdd(counter, 1) == total - 1;
     if (last) {
         *counter = 0;
-        __threadfence();
+        fence_device();
     }
     return last;
 }
@@ -128,16 +123,17 @@ __device__ __forceinline__ Quad sum_parts(int count, Address address, Present pr
     return sum;
 }
 
+// What is no number stays none: fminf and fmaxf would give the limit.
 __device__ __forceinline__ float clamped_swiglu(float gate, float up, float limit) {
-    gate = fminf(gate, limit);
-    up = fminf(fmaxf(up, -limit), limit);
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
     return gate / (1.0f + __expf(-gate)) * up;
 }
 
-template <int K, Codebook C, int NT, bool Rotated>
+template <int K, Codebook C, int Products, bool Rotated>
 __global__ void __launch_bounds__(kThreads, 4)
 moe_gate_up(const MoeArguments a, const DecodeScratch scratch, int split, int k_part, int cap) {
-    using Work = Stream<K, C, NT, 2>;
+    using Work = StreamOf<K, C, 1, 2, Products>;
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ RowGroup<Work::kRows> group;
     __shared__ float scales[2 * Work::kRows];
@@ -199,9 +195,9 @@ moe_gate_up(const MoeArguments a, const DecodeScratch scratch, int split, int k_
                 a.x, static_cast<Type>(a.x_type),
                 [&](int row) { return static_cast<int64_t>(group.pair[row] / a.top_k) * a.w13.k + k_begin; },
                 suh, k_size, rows);
-            rotate_rows(source, bounds + input * rows, to, rows, 0, warp, lane);
+            rotate_rows<typename Work::Rows>(source, bounds + input * rows, to, rows, 0, warp, lane);
             if (threadIdx.x < rows) {
-                scales[input * rows + threadIdx.x] = row_scale(bounds, input * rows + threadIdx.x);
+                scales[input * rows + threadIdx.x] = row_scale(bounds[input * rows + threadIdx.x]);
             }
         }
     }
@@ -261,17 +257,17 @@ moe_gate_up(const MoeArguments a, const DecodeScratch scratch, int split, int k_
 #pragma unroll
         for (int i = 0; i < 4; ++i) h.v[i] = clamped_swiglu(gate.v[i], up.v[i], a.limit);
         h = hadamard128(h * load_quad(suh_down), lane);
-        const float scale = power_of_two_scale(warp_max(largest(h)), 14);
-        put_fragment(scratch.intermediate + static_cast<int64_t>(owner) * a.w2.k + block * 128, 1, 0,
-                     lane * 4, h * scale);
+        const float scale = row_scale(__reduce_max_sync(kFullWarp, largest_bits(h)));
+        HalfRows::put(scratch.intermediate + static_cast<int64_t>(owner) * a.w2.k + block * 128, 1, 0,
+                      lane * 4, h * scale);
         if (lane == 0) scratch.intermediate_scale[owner * i_blocks + block] = reciprocal_of_power(scale);
     }
 }
 
-template <int K, Codebook C, int NT>
+template <int K, Codebook C, int Products>
 __global__ void __launch_bounds__(kThreads, 4)
 moe_down(const MoeArguments a, const DecodeScratch scratch, int split, int k_part, int cap) {
-    using Work = Stream<K, C, NT, 1>;
+    using Work = StreamOf<K, C, 1, 1, Products>;
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ RowGroup<Work::kRows> group;
     __shared__ float scales[Work::kRows];
@@ -319,20 +315,16 @@ moe_down(const MoeArguments a, const DecodeScratch scratch, int split, int k_par
     for (int row = 0; row < rows; ++row) {
         const int owner = group.pair[row];
         const float* block_scales = scratch.intermediate_scale + owner * i_blocks + k_begin / 128;
-        float scale = 0.0f;
-        for (int b = lane; b < k_size / 128; b += 32) scale = fmaxf(scale, __ldcg(block_scales + b));
-        scale = warp_max(scale);
+        unsigned bits = 0;
+        for (int b = lane; b < k_size / 128; b += 32) bits = max(bits, __float_as_uint(__ldcg(block_scales + b)));
+        const float scale = __uint_as_float(__reduce_max_sync(kFullWarp, bits));
         if (threadIdx.x == 0) scales[row] = scale;
         const float inverse = reciprocal_of_power(scale);
         const uint4* source_row = reinterpret_cast<const uint4*>(
             scratch.intermediate + static_cast<int64_t>(owner) * a.w2.k + k_begin);
         for (int chunk = threadIdx.x; chunk < k_size / 8; chunk += kThreads) {
-            uint4 raw = __ldcg(source_row + chunk);
-            const __half2 ratio = __float2half2_rn(__ldcg(block_scales + chunk / 16) * inverse);
-            __half2* h = reinterpret_cast<__half2*>(&raw);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) h[j] = __hmul2(h[j], ratio);
-            *reinterpret_cast<uint4*>(activations + ((chunk >> 1) * rows + row) * 16 + (chunk & 1) * 8) = raw;
+            const float ratio = __ldcg(block_scales + chunk / 16) * inverse;
+            Work::Rows::put_eight(activations, rows, row, chunk, __ldcg(source_row + chunk), ratio);
         }
     }
     __syncthreads();

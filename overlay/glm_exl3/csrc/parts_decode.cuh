@@ -7,7 +7,7 @@
 
 #include "api.h"
 #include "moe_decode.cuh"
-#include "stream.cuh"
+#include "stream_integer.cuh"
 
 namespace exl3 {
 
@@ -21,7 +21,7 @@ struct PartsPlan {
         Packed w;
         int* counters;    // [n/128]
         float* scales;    // [tokens, split], powers of two of the parts of rows
-        __half* rotated;  // [k/16, tokens, 16]
+        __half* rotated;  // [k/16, tokens, 16], as the product's rows order sixteen
         float* sums;      // [n/128, split, 8, 128]
         int column, first_block, split, k_part;
     } part[kMostParts];
@@ -106,15 +106,15 @@ __device__ __forceinline__ Quad rounded(Quad q, Type type) {
 
 // The finished numbers of one row of a column block whose sums all lie in memory.
 __device__ __forceinline__ Quad finished(const PartsPlan::Part& part, int block, int row, int lane) {
-    const float* sums = part.sums + (static_cast<int64_t>(block) * part.split * 8 + row) * 128 + lane * 4;
+    const float* sums = part.sums + (static_cast<int64_t>(block) * part.split * kPartsTokens + row) * 128 + lane * 4;
     const Quad q = sum_parts(
-        part.split, [&](int s) { return sums + s * 8 * 128; }, [](int) { return true; });
+        part.split, [&](int s) { return sums + s * kPartsTokens * 128; }, [](int) { return true; });
     return hadamard128(q, lane) * load_quad(static_cast<const __half*>(part.w.svh) + block * 128 + lane * 4);
 }
 
-template <int K, Codebook C, bool Rotated, bool Gated>
-__global__ void __launch_bounds__(kThreads, 4) linear_parts(const __grid_constant__ PartsPlan p) {
-    using Work = Stream<K, C, 1, 1>;
+template <int K, Codebook C, int Products, bool Rotated, bool Gated>
+__global__ void __launch_bounds__(kThreads, Products == 2 ? 3 : 4) linear_parts(const __grid_constant__ PartsPlan p) {
+    using Work = StreamOf<K, C, 1, 1, Products>;
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ unsigned bounds[Work::kRows];
     __shared__ int flag;
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 4) linear_parts(const __grid_constan
                                         [=](int row) { return static_cast<int64_t>(row) * k + k_begin; },
                                         static_cast<const __half*>(mine.w.suh) + k_begin, k_size, rows);
         __syncthreads();
-        rotate_rows(rows_of, bounds, activations, rows, 0, warp, lane);
+        rotate_rows<typename Work::Rows>(rows_of, bounds, activations, rows, 0, warp, lane);
     }
     __syncthreads();
 
@@ -169,9 +169,9 @@ __global__ void __launch_bounds__(kThreads, 4) linear_parts(const __grid_constan
     work.put(reduce, share, lane);
 
     const bool meets = Gated || split > 1;
-    float* sums = mine.sums + (static_cast<int64_t>(block) * split + cut) * Work::kRows * 128;
+    float* sums = mine.sums + (static_cast<int64_t>(block) * split + cut) * kPartsTokens * 128;
     for (int row = warp; row < rows; row += kWarps) {
-        const float scale = Rotated ? __ldcg(mine.scales + row * split + cut) : row_scale(bounds, row);
+        const float scale = Rotated ? __ldcg(mine.scales + row * split + cut) : row_scale(bounds[row]);
         const Quad q = Work::get(reduce, row, lane * 4) * reciprocal_of_power(scale);
         if (meets) {
             store_quad(sums, Type::kFloat, row * 128 + lane * 4, q);
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, 4) linear_parts(const __grid_constan
 }
 
 // Rotates all tokens once for every part, as `rotate_tokens` does for one. Grid: (cuts of k, tokens, parts).
-template <int Unused = 0>
+template <typename Rows>
 __global__ void __launch_bounds__(kThreads) rotate_parts(const __grid_constant__ PartsPlan p) {
     __shared__ unsigned bound;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, cut = blockIdx.x, token = blockIdx.y;
@@ -218,9 +218,9 @@ __global__ void __launch_bounds__(kThreads) rotate_parts(const __grid_constant__
                    static_cast<const __half*>(mine.w.suh) + k_begin, min(mine.k_part, p.k - k_begin), 1);
     __syncthreads();
     wait_for_previous_kernel();
-    rotate_rows(source, &bound, mine.rotated + static_cast<int64_t>(k_begin) * p.tokens, p.tokens, token, warp,
-                lane);
-    if (threadIdx.x == 0) mine.scales[token * mine.split + cut] = row_scale(&bound, 0);
+    rotate_rows<Rows>(source, &bound, mine.rotated + static_cast<int64_t>(k_begin) * p.tokens, p.tokens, token,
+                      warp, lane);
+    if (threadIdx.x == 0) mine.scales[token * mine.split + cut] = row_scale(bound);
 }
 
 }  // namespace exl3

@@ -107,7 +107,7 @@ rotate_pairs_kernel(const MoeArguments a, const PrefillScratch s) {
     rotate_each(source, &bound, warp, lane, [&](int, int at, const Quad& q) {
         store_input(input, doubled, gridDim.x, blockIdx.x, in_tile, at, q);
     });
-    if (threadIdx.x == 0) s.row_scale[first + blockIdx.x] = reciprocal_of_power(row_scale(&bound, 0));
+    if (threadIdx.x == 0) s.row_scale[first + blockIdx.x] = reciprocal_of_power(row_scale(bound));
 }
 
 // out[token] = sum of its pairs in order; one block a token and 1024 columns.

@@ -39,7 +39,16 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], uint32_t a0, uint32_t
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// The same with bfloat16 inputs.
+// d += a(16x32, row) * b(32x8, column): bytes, unsigned and signed, 32-bit accumulators.
+__device__ __forceinline__ void mma_u8_s8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                          uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The same as the first with bfloat16 inputs.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
@@ -51,6 +60,15 @@ __device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t 
     uint32_t d;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
+}
+
+// Each half of a pair doubled, by a product with one: permutes would load the busier pipe.
+__device__ __forceinline__ void double_halves(uint32_t pair, uint32_t& first, uint32_t& second) {
+    asm("{.reg .b16 l, h; .reg .b32 a, b, one;\n"
+        "mov.b32 {l, h}, %2; mov.b32 a, {l, l}; mov.b32 b, {h, h}; mov.b32 one, 0x3c003c00;\n"
+        "mul.rn.f16x2 %0, a, one; mul.rn.f16x2 %1, b, one;}"
+        : "=r"(first), "=r"(second)
+        : "r"(pair));
 }
 
 // Four 8x8 blocks of halves; lane l names row l % 8 of block l / 8 (16 bytes in shared memory).
@@ -99,6 +117,10 @@ __device__ __forceinline__ void copy_bulk(uint32_t shared, const void* global, u
         : "memory");
 #endif
 }
+
+// Orders the caller's memory operations, and those a barrier ordered before them, as seen by the whole device; less
+// than __threadfence, which also puts all fences of the device into one order.
+__device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;\n" ::: "memory"); }
 
 // Programmatic dependent launch: no-ops before compute capability 9.
 __device__ __forceinline__ void wait_for_previous_kernel() {

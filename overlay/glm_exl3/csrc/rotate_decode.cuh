@@ -7,7 +7,8 @@
 namespace exl3 {
 
 // Rotates all tokens once, part by part as the blocks of the product would. Grid: (parts of k, tokens).
-static __global__ void __launch_bounds__(kThreads)
+template <typename Rows>
+__global__ void __launch_bounds__(kThreads)
 rotate_tokens(const LinearArguments a, const LinearScratch scratch, int rows_per_group, int k_part) {
     __shared__ unsigned bound;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = blockIdx.x, token = blockIdx.y;
@@ -21,14 +22,15 @@ rotate_tokens(const LinearArguments a, const LinearScratch scratch, int rows_per
                                    static_cast<const __half*>(a.w.suh) + k_begin, min(k_part, a.w.k - k_begin), 1);
     __syncthreads();
     wait_for_previous_kernel();
-    rotate_rows(source, &bound, scratch.rotated + static_cast<int64_t>(first) * a.w.k + k_begin * rows, rows,
-                token - first, warp, lane);
-    if (threadIdx.x == 0) scratch.scales[token * gridDim.x + part] = row_scale(&bound, 0);
+    rotate_rows<Rows>(source, &bound, scratch.rotated + static_cast<int64_t>(first) * a.w.k + k_begin * rows,
+                      rows, token - first, warp, lane);
+    if (threadIdx.x == 0) scratch.scales[token * gridDim.x + part] = row_scale(bound);
 }
 
 // Rotates the input of every pair once, part by part as the blocks of the product would.
 // Grid: (pairs, inputs, parts of k).
-static __global__ void __launch_bounds__(kThreads)
+template <typename Rows>
+__global__ void __launch_bounds__(kThreads)
 moe_rotate(const MoeArguments a, const DecodeScratch scratch, int k_part) {
     __shared__ unsigned bound;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = blockIdx.x, part = blockIdx.z;
@@ -45,8 +47,8 @@ moe_rotate(const MoeArguments a, const DecodeScratch scratch, int k_part) {
                                    min(k_part, a.w13.k - k_begin), 1);
     __syncthreads();
     const int64_t line = static_cast<int64_t>(blockIdx.y) * gridDim.x + pair;
-    rotate_rows(source, &bound, scratch.rotated + line * a.w13.k + k_begin, 1, 0, warp, lane);
-    if (threadIdx.x == 0) scratch.rotated_scale[line * gridDim.z + part] = row_scale(&bound, 0);
+    rotate_rows<Rows>(source, &bound, scratch.rotated + line * a.w13.k + k_begin, 1, 0, warp, lane);
+    if (threadIdx.x == 0) scratch.rotated_scale[line * gridDim.z + part] = row_scale(bound);
 }
 
 }  // namespace exl3

@@ -123,6 +123,11 @@ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     return out;
 }
 
+inline void double_halves(uint32_t pair, uint32_t& first, uint32_t& second) {
+    first = __byte_perm(pair, 0, 0x1010);
+    second = __byte_perm(pair, 0, 0x3232);
+}
+
 inline void fence_device() {}
 inline void wait_for_previous_kernel() {}
 inline void allow_next_kernel() {}
