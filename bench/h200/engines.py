@@ -39,6 +39,7 @@ TOGETHER = {
 FUSED = {"GLM_EXL3_FUSED_OPS": "mhc,kda,router,dense", **TOGETHER["all"]}
 """Every op of ours that takes the place of several launches."""
 LATE = {"GLM_EXL3_EARLY_LAUNCH": "0"}
+INTEGERS = {"GLM_EXL3_INTEGER_PRODUCTS": "1"}
 
 
 def decode(*requests: int, context: int = 1024, tokens: int = 64) -> list[Measure]:
@@ -103,9 +104,10 @@ STEP = [*decode(1, 4, 16), *profile(1)]
 FULL = (
     engine(
         "full.step", "full",
-        [*decode(1, 16), *profile(1, 16), *prefill(32768), *decode(2, 4, 8),
-         *decode(1, context=8192), *prefill(8192)],
-        140, 20,
+        [*decode(1, 16), *profile(1, 16), *prefill(32768), *decode(2, 4, 8)], 120, 20,
+    ),
+    engine(
+        "full.integers", "full", [*decode(1, 2, 4, 8, 16), *profile(1)], 65, 21, INTEGERS,
     ),
     engine(
         "full.verify7", "full",

@@ -18,11 +18,11 @@ OPS = (
 )  # fmt: skip
 ENGINES = ("drafting.methods", "text.fused", "kv.turns", "recode.step")
 MODEL = (
-    "full.step", "full.long", "drafting.time", "peer.package", "peer.engine8", "peer.engine45",
+    "full.step", "full.integers", "full.long", "peer.package", "peer.engine45",
 )  # fmt: skip
 PAIR = ("pair.served", "pair.verify7", "gpu-tests.two")
 MORE = (
-    "kv.heads", "full.served", "full.fused", "full.verify7", "pair.step", "text.two", "verify.16",
+    "peer.engine8", "drafting.time", "kv.heads", "full.served", "full.fused", "full.verify7", "pair.step", "text.two", "verify.16",
     "full.steer", "kv.text", "kv.variants", "text.one", "recode.nano", "drafting.pack", "edits",
     "peer.kernels", "kernels",
 )  # fmt: skip

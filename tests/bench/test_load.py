@@ -15,6 +15,7 @@ from glm_bench.client import ServerError
 from glm_bench.load import Arrivals, Prompts, arrivals, decode_row
 
 GAP_S = 0.004
+QUIET_S = 0.5
 
 
 def steady(first_s: float, gap_s: float, tokens: int, per_chunk: int = 1) -> Arrivals:
@@ -55,6 +56,10 @@ def test_prompts_never_repeat() -> None:
 
 
 class Server(BaseHTTPRequestHandler):
+    """Answers once no request has come for a while, so that those of one load run together."""
+
+    last_s = 0.0
+
     def do_GET(self) -> None:
         self.send_response(200 if self.path.endswith("/models") else 404)
         self.end_headers()
@@ -64,6 +69,9 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert isinstance(body["prompt"][0], int)
+        Server.last_s = time.monotonic()
+        while time.monotonic() < Server.last_s + QUIET_S:
+            time.sleep(GAP_S)
         self.send_response(200)
         self.end_headers()
         for count in range(1, body["max_tokens"] + 1):

@@ -30,6 +30,7 @@ POOL, DIM, PAGE, BUDGET = 16, 128, 4, 64
 QUICK = settings(
     max_examples=int(os.environ.get("EXAMPLES", "3")),
     deadline=None,
+    derandomize="EXAMPLES" not in os.environ,
     database=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
