@@ -192,9 +192,7 @@ TOGETHER = Knob(
     "dense (beside packed), activation (of gate and up), shared (shared experts, too), or none",
 )
 EARLY_LAUNCH = Knob("GLM_EXL3_EARLY_LAUNCH", True, _flag, "0: no kernel starts before its input")
-INTEGER_PRODUCTS = Knob(
-    "GLM_EXL3_INTEGER_PRODUCTS", False, _flag, "1: few tokens times mul1 matrices as integers"
-)
+INTEGER_PRODUCTS = Knob("GLM_EXL3_INTEGER_PRODUCTS", False, _flag, "1: few mul1 rows as integers")
 HYBRID_DRAFT = Knob(
     "GLM_EXL3_HYBRID_DRAFT",
     False,
