@@ -134,8 +134,9 @@ def page(compiler: Path, results: Sequence[Compiled]) -> str:
 # Registers per thread, spilled bytes in brackets
 
 nvcc {version}, {date}, sources {ext.source_digest()}; `python -m kernels.compile --out FILE`.
-Constants behind the codebook: token tiles of eight, then whether the activations come rotated. The
-tile kernels for warpgroups (`prefill_kernel`) are compiled for Hopper only.
+Constants behind the codebook: of dense kernels token tiles of eight, then products of integers (0:
+halves), whether the activations come rotated, and of `linear_parts` whether gate and up leave as
+their activation. The tile kernels for warpgroups (`prefill_kernel`) are compiled for Hopper only.
 
 {table([usage for result in results for usage in result.kernels])}
 """
