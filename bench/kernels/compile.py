@@ -2,8 +2,9 @@
 
 `python -m kernels.compile [--sample] [--source NAME ...] [--out FILE]` needs nvcc but no GPU.
 Without nvcc it says so and succeeds, so that it may run anywhere; a source that does not compile
-fails it. `--sample` takes every shared source and one rate of each codebook. The whole table is
-kept in `bench/kernels/results/compiled.md`.
+fails it. `--sample` takes every shared source and one rate of each codebook, and of two
+architectures that differ in name only the later. The whole table is kept in
+`bench/kernels/results/compiled.md`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _RELEASE = re.compile(r"release (\S+),")
 _CODEBOOKS = {"0": "3inst", "1": "mcg", "2": "mul1"}
 _OF_ONE_RATE = re.compile(r"_k\d_(mcg|mul1)$")
 SAMPLED = ("_k4_mcg", "_k3_mul1")
+SAMPLED_ARCHITECTURES = ("8.0", ext.HOPPER, "12.1")
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,14 @@ def _compile(command: list[str]) -> Compiled:
     return Compiled(name, done.stderr if failed else None, [] if failed else usages(done.stderr))
 
 
-def compile_all(compiler: Path, wanted: Callable[[str], bool], jobs: int) -> list[Compiled]:
+def compile_all(
+    compiler: Path, wanted: Callable[[str], bool], jobs: int, architectures: tuple[str, ...]
+) -> list[Compiled]:
     """Compile the sources whose names without suffix are `wanted`, `jobs` at a time."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         commands = [
             command
-            for command in ext.compile_commands(compiler, Path(folder))
+            for command in ext.compile_commands(compiler, Path(folder), architectures)
             if wanted(Path(command[command.index("-c") + 1]).stem)
         ]
         return list(pool.map(_compile, commands))
@@ -158,7 +162,8 @@ def main() -> int:
         chosen = not given.source or name in given.source
         return chosen and (not given.sample or in_sample(name))
 
-    results = compile_all(compiler, wanted, given.jobs)
+    architectures = SAMPLED_ARCHITECTURES if given.sample else ext.ARCHITECTURES
+    results = compile_all(compiler, wanted, given.jobs, architectures)
     failures = [result for result in results if result.error is not None]
     for result in failures:
         print(f"{result.source} does not compile:\n{result.error}")
