@@ -18,7 +18,7 @@ from service import HttpGenerate, serving
 
 pytestmark = pytest.mark.engine
 
-FAMILIES = ("tr3", "full")
+FAMILIES = (pytest.param("tr3", marks=pytest.mark.long), "full")
 DRAFTS = {"mtp": 2, "dflash": 7}
 Reference = Callable[[str], dict[str, Any]]
 

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize(
-    "name", ["tr3", "full-4bpw", pytest.param("full-3bpw", marks=pytest.mark.long)]
+    "name",
+    ["full-4bpw", *(pytest.param(name, marks=pytest.mark.long) for name in ("tr3", "full-3bpw"))],
 )
 def test_a_packed_model_is_as_good_as_measured(run_engine: Any, name: str) -> None:
     """Keys are found beyond the selected tokens; text is as likely as the noise allows."""

@@ -132,6 +132,7 @@ def test_non_finite_scale(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     assert f"{shard.name}: {name}: 1 of" in alone(folder, tmp_path / "log")
 
 
+@pytest.mark.long
 def test_ranks_with_different_digests(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     salt = {"GLM_EXL3_DIGEST_SALT": "other"}
     for output in nodes(checkpoints["full"], tmp_path, {}, salt):
