@@ -63,7 +63,7 @@ class LoadedLinear:
 
     def _product(self, x: torch.Tensor, term: Term) -> torch.Tensor:
         whole = x.shape[-1] == term.inputs
-        if not whole:
+        if x.shape[-1] < term.inputs:
             x = F.pad(x, (0, term.inputs - x.shape[-1]))
         if isinstance(term.matrix, torch.Tensor):
             if self.own_rows and whole and term.matrix.shape[0] == term.width:

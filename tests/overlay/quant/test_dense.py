@@ -167,6 +167,16 @@ def test_dense_rows_beside_packed_ones(together: bool, products, packed) -> None
     assert len(products) <= 1
 
 
+@pytest.mark.parametrize("own_rows", [False, True])
+def test_an_input_that_is_too_wide_is_refused(own_rows: bool, packed) -> None:
+    from glm_exl3.quant.linear import LoadedLinear, Term
+
+    for matrix in (packed(128, 256).matrix, torch.randn(256, 128).to(BF16)):
+        loaded = LoadedLinear((Term(matrix, 256, 128),), "reference", own_rows=own_rows)
+        with pytest.raises(RuntimeError):
+            loaded.apply(torch.randn(3, 160).to(BF16), None)
+
+
 def test_recoding_comes_first(
     asked, packed, exl3_config, at_rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
