@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from e2e.seam import graph_us
+from glm_exl3.envs import INTEGER_PRODUCTS
 from glm_exl3.format.layout import Codebook
 from glm_exl3.ops import cuda_backend
 from glm_exl3.ops.matrix import Exl3Stack, PackedMatrix
@@ -32,6 +33,7 @@ from kernels import inputs
 
 EXPERTS, HIDDEN, WIDTH, TOP_K, SCALE, LIMIT = 288, 4096, 2048, 8, 2.5, 10.0
 ROUTED_BITS, SHARED_BITS, CODEBOOK = 3, 5, Codebook.MUL1
+INTEGERS = {INTEGER_PRODUCTS.name: "1"}
 ROUNDS = 3  # blocks of every layer per graph
 
 
@@ -47,8 +49,8 @@ class Setting:
 SETTINGS = (
     Setting("as served", {}),
     Setting("no early launch", {"GLM_EXL3_EARLY_LAUNCH": "0"}),
-    Setting("integers", {"GLM_EXL3_INTEGER_PRODUCTS": "1"}),
-    Setting("integers, k uncut", {"GLM_EXL3_INTEGER_PRODUCTS": "1"}, 1),
+    Setting("integers", INTEGERS),
+    Setting("integers, k uncut", INTEGERS, 1),
     Setting("k in 2", {}, 2),
     Setting("k in 4", {}, 4),
     Setting("k uncut", {}, 1),

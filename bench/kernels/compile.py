@@ -31,7 +31,7 @@ _RELEASE = re.compile(r"release (\S+),")
 _CODEBOOKS = {"0": "3inst", "1": "mcg", "2": "mul1"}
 _OF_ONE_RATE = re.compile(r"_k\d_(mcg|mul1)$")
 SAMPLED = ("_k4_mcg", "_k3_mul1")
-SAMPLED_ARCHITECTURES = ("8.0", ext.HOPPER, "12.1")
+SAMPLED_ARCHITECTURES = tuple(name for name in ext.ARCHITECTURES if name != "12.0")
 
 
 @dataclass(frozen=True)

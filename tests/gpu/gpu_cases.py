@@ -28,6 +28,16 @@ def linear_in_double(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
     return exl3_linear(x.double(), matrix.trellis, matrix.suh, matrix.svh, matrix.codebook)
 
 
+def tokens_of(count: int, k: int, generator: torch.Generator, dtype=torch.bfloat16):
+    return torch.randn(count, k, device="cuda", generator=generator).to(dtype)
+
+
+def run_moe(backend, call: Routed, w13: Exl3Stack, w2: Exl3Stack, limit=LIMIT, expert_map=None):
+    """The back end's routed experts on stacks as they are loaded."""
+    prepared = backend.prepare_moe(w13, w2)
+    return backend.moe(call.x, call.ids, call.weights, *prepared, limit, expert_map)
+
+
 def moe_in_double(
     call: Routed,
     w13: Exl3Stack,

@@ -16,6 +16,7 @@ from gpu_cases import (
     error,
     moe_in_double,
     random_stacks,
+    run_moe,
 )
 
 from glm_exl3.ops.matrix import Exl3Stack
@@ -25,11 +26,6 @@ from kernels.inputs import Routed, random_routing
 WARPS = Step("tiled", product="warp")
 
 
-def run(backend, call: Routed, w13: Exl3Stack, w2: Exl3Stack, limit=LIMIT, expert_map=None):
-    prepared = backend.prepare_moe(w13, w2)
-    return backend.moe(call.x, call.ids, call.weights, *prepared, limit, expert_map)
-
-
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 16, 33, 64, 128, 129, 400])
 @pytest.mark.parametrize(("codebook", "last_dim"), FAST_RATES)
@@ -37,7 +33,7 @@ def test_fast_rates(backend, generator, codebook, last_dim, tokens, same):
     """640 and 384 are odd numbers of 128: tails for kernels that take 256 columns."""
     stacks = random_stacks(generator, 16, 640, 384, last_dim, codebook, same_suh=same)
     call = random_routing(tokens, 640, 16, 8, generator)
-    found = run(backend, call, *stacks)
+    found = run_moe(backend, call, *stacks)
     assert found.dtype is torch.bfloat16
     assert error(found, moe_in_double(call, *stacks)) < MOE_TOLERANCE
 
@@ -47,7 +43,7 @@ def test_fast_rates(backend, generator, codebook, last_dim, tokens, same):
 def test_shapes_of_the_model(backend, generator, codebook, last_dim, tokens):
     stacks = random_stacks(generator, 24, 4096, 2048, last_dim, codebook)
     call = random_routing(tokens, 4096, 24, 8, generator)
-    assert error(run(backend, call, *stacks), moe_in_double(call, *stacks)) < MOE_TOLERANCE
+    assert error(run_moe(backend, call, *stacks), moe_in_double(call, *stacks)) < MOE_TOLERANCE
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -79,7 +75,7 @@ def test_tiles_of_warps_leave_out_experts_of_other_ranks(backend, generator):
 def test_other_rates_take_the_general_way(backend, generator, codebook, last_dim, tokens):
     stacks = random_stacks(generator, 4, 256, 128, last_dim, codebook)
     call = random_routing(tokens, 256, 4, 2, generator)
-    assert error(run(backend, call, *stacks), moe_in_double(call, *stacks)) < MOE_TOLERANCE
+    assert error(run_moe(backend, call, *stacks), moe_in_double(call, *stacks)) < MOE_TOLERANCE
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 200])
@@ -89,7 +85,7 @@ def test_rates_may_differ_between_projections(backend, generator, last_dim, toke
     w13, _ = random_stacks(generator, 8, 256, 256, 48, MUL1)
     _, w2 = random_stacks(generator, 8, 256, 256, last_dim, MCG)
     call = random_routing(tokens, 256, 8, 4, generator)
-    assert error(run(backend, call, w13, w2), moe_in_double(call, w13, w2)) < MOE_TOLERANCE
+    assert error(run_moe(backend, call, w13, w2), moe_in_double(call, w13, w2)) < MOE_TOLERANCE
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
@@ -98,7 +94,7 @@ def test_fp16_inputs_and_both_kinds_of_ids(backend, generator, tokens, ids):
     stacks = random_stacks(generator, 16, 512, 256, 64, MCG)
     call = random_routing(tokens, 512, 16, 8, generator, torch.float16)
     call = Routed(call.x, call.ids.to(ids), call.weights)
-    found = run(backend, call, *stacks)
+    found = run_moe(backend, call, *stacks)
     assert found.dtype is torch.float16
     assert error(found, moe_in_double(call, *stacks)) < MOE_TOLERANCE
 
@@ -112,7 +108,7 @@ def test_limits_and_outliers(backend, generator, tokens, limit, outlier):
     stacks = random_stacks(generator, 16, 512, 256, 64, MCG, same_suh=False)
     call = random_routing(tokens, 512, 16, 8, generator)
     call.x[0, 7] = outlier
-    found, wanted = run(backend, call, *stacks, limit), moe_in_double(call, *stacks, limit)
+    found, wanted = run_moe(backend, call, *stacks, limit), moe_in_double(call, *stacks, limit)
     assert error(found[:1], wanted[:1]) < MOE_TOLERANCE
     assert tokens == 1 or error(found[1:], wanted[1:]) < MOE_TOLERANCE
 
@@ -123,9 +119,9 @@ def test_limits_and_outliers(backend, generator, tokens, limit, outlier):
 def test_what_is_no_number_stays_in_its_row(backend, generator, codebook, last_dim, tokens, bad):
     stacks = random_stacks(generator, 16, 512, 256, last_dim, codebook)
     call = random_routing(tokens, 512, 16, 4, generator)
-    clean = run(backend, call, *stacks)
+    clean = run_moe(backend, call, *stacks)
     call.x[0, 300] = bad
-    found = run(backend, call, *stacks)
+    found = run_moe(backend, call, *stacks)
     assert found[0].isnan().all()
     assert torch.equal(found[1:], clean[1:])
 
@@ -138,7 +134,7 @@ def test_an_expert_map_adds_local_experts_only(backend, generator, tokens):
     call = random_routing(tokens, 512, 64, 8, generator)
     call.ids[0] = torch.arange(1, 9, device="cuda").int()
     call.ids[0, 5] = 7
-    found = run(backend, call, *stacks, expert_map=expert_map)
+    found = run_moe(backend, call, *stacks, expert_map=expert_map)
     assert not found[0].any()
     if tokens > 1:
         wanted = moe_in_double(call, *stacks, expert_map=expert_map)
@@ -157,7 +153,7 @@ def test_expert_shards_sum_to_the_whole(backend, generator, tokens):
             Exl3Stack(w.trellis[begin:end], w.suh[begin:end], w.svh[begin:end], MCG)
             for w in (w13, w2)
         ]
-        total += run(backend, call, *part, expert_map=expert_map).double()
+        total += run_moe(backend, call, *part, expert_map=expert_map).double()
     assert error(total, moe_in_double(call, w13, w2)) < MOE_TOLERANCE
 
 
@@ -175,7 +171,7 @@ def test_cuts_of_the_intermediate_sum_to_the_whole(backend, generator, codebook,
             Exl3Stack(*(t.contiguous() for t in gate_up), codebook),
             Exl3Stack(*down, codebook),
         )
-        total += run(backend, call, *part).double()
+        total += run_moe(backend, call, *part).double()
     assert error(total, moe_in_double(call, w13, w2)) < MOE_TOLERANCE
 
 
@@ -184,7 +180,7 @@ def test_one_fat_and_many_empty_experts(backend, generator, tokens):
     stacks = random_stacks(generator, 64, 256, 256, 64, MCG)
     call = random_routing(tokens, 256, 16, 4, generator)
     call.ids[:, 0] = 40
-    found = run(backend, call, *stacks, None)
+    found = run_moe(backend, call, *stacks, None)
     assert error(found, moe_in_double(call, *stacks, None)) < MOE_TOLERANCE
 
 
@@ -193,7 +189,7 @@ def test_one_expert_may_have_every_row(backend, generator, tokens):
     stacks = random_stacks(generator, 8, 256, 256, 64, MCG)
     call = random_routing(tokens, 256, 8, 1, generator)
     call.ids.fill_(5)
-    assert error(run(backend, call, *stacks), moe_in_double(call, *stacks)) < MOE_TOLERANCE
+    assert error(run_moe(backend, call, *stacks), moe_in_double(call, *stacks)) < MOE_TOLERANCE
 
 
 def test_prepare_joins_equal_scales_only(backend, generator):
@@ -206,7 +202,7 @@ def test_prepare_joins_equal_scales_only(backend, generator):
 def test_no_tokens(backend, generator):
     stacks = random_stacks(generator, 4, 256, 128, 64, MCG)
     call = random_routing(0, 256, 4, 2, generator)
-    assert run(backend, call, *stacks).shape == (0, 256)
+    assert run_moe(backend, call, *stacks).shape == (0, 256)
 
 
 def test_the_custom_operation_has_a_true_fake(generator):

@@ -6,7 +6,15 @@ import math
 
 import pytest
 import torch
-from gpu_cases import FAST_RATES, LINEAR_TOLERANCE, MCG, MUL1, error, linear_in_double
+from gpu_cases import (
+    FAST_RATES,
+    LINEAR_TOLERANCE,
+    MCG,
+    MUL1,
+    error,
+    linear_in_double,
+    tokens_of,
+)
 
 from glm_exl3.ops.matrix import PackedMatrix
 from glm_exl3.ref.linear import exl3_parts_apart
@@ -18,10 +26,6 @@ SHAPES = [(4096, (2048, 2048)), (4096, (1536, 512)), (640, (128, 384, 256)), (12
 
 def matrices(k, widths, generator, last_dim=80, codebook=MUL1):
     return [random_matrix(k, n, last_dim, codebook, generator) for n in widths]
-
-
-def tokens_of(count, k, generator, dtype=torch.bfloat16):
-    return torch.randn(count, k, device="cuda", generator=generator).to(dtype)
 
 
 def alone(backend, x, parts):

@@ -32,7 +32,6 @@ struct alignas(16) float4 {
 };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 struct dim3 {
@@ -47,7 +46,6 @@ constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1;
 enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMajor,
     cudaDevAttrMultiProcessorCount,
-    cudaDevAttrMaxSharedMemoryPerMultiprocessor,
     cudaDevAttrMaxSharedMemoryPerBlockOptin,
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
@@ -105,7 +103,6 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
     switch (attribute) {
         case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
         case cudaDevAttrMultiProcessorCount: *value = 132; break;
-        case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = 228 * 1024; break;
         case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = exl3::kSharedBytes; break;
     }
     return cudaSuccess;

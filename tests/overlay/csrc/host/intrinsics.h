@@ -21,10 +21,7 @@ To same_bits(From from) {
 
 inline float __uint_as_float(uint32_t bits) { return same_bits<float>(bits); }
 inline uint32_t __float_as_uint(float value) { return same_bits<uint32_t>(value); }
-inline float __int_as_float(int bits) { return same_bits<float>(bits); }
-inline int __float_as_int(float value) { return same_bits<int>(value); }
 inline int __float2int_rn(float value) { return static_cast<int>(std::nearbyint(value)); }
-inline float __int2float_rn(int value) { return static_cast<float>(value); }
 #define __expf(x) expf(x)  // the C library has declared a function of this name
 
 inline int __popc(unsigned word) { return __builtin_popcount(word); }
@@ -74,7 +71,6 @@ T atomicMax(T* at, T value) {
     *at = std::max(before, value);
     return before;
 }
-inline void __threadfence() {}
 
 inline void __syncthreads() { host::meet(host::whole_block); }
 
