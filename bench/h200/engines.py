@@ -28,18 +28,12 @@ BASE: Mapping[str, Any] = {
     "gpu_memory_utilization": 0.95,
 }
 SERIAL = {"VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1"}
-TOGETHER = {
-    "parts": {"GLM_EXL3_TOGETHER": "parts"},
-    "all": {"GLM_EXL3_TOGETHER": "parts,dense,activation"},
-    "fused": {
-        "GLM_EXL3_TOGETHER": "parts,dense,activation",
-        "GLM_EXL3_FUSED_OPS": "mhc,router",
-    },
-}
-FUSED = {"GLM_EXL3_FUSED_OPS": "mhc,kda,router,dense", **TOGETHER["all"]}
-"""Every op of ours that takes the place of several launches."""
+APART = {"GLM_EXL3_TOGETHER": "none"}
+FUSED = {"GLM_EXL3_FUSED_OPS": "mhc,kda,router,dense"}
+"""With the router's one launch, which `auto` leaves out."""
 LATE = {"GLM_EXL3_EARLY_LAUNCH": "0"}
-INTEGERS = {"GLM_EXL3_INTEGER_PRODUCTS": "1"}
+HALVES = {"GLM_EXL3_INTEGER_PRODUCTS": "0"}
+GATE = {"GLM_EXL3_FUSED_OPS": "auto,gate"}
 
 
 def decode(*requests: int, context: int = 1024, tokens: int = 64) -> list[Measure]:
@@ -106,9 +100,8 @@ FULL = (
         "full.step", "full",
         [*decode(1, 16), *profile(1, 16), *prefill(32768), *decode(2, 4, 8)], 120, 20,
     ),
-    engine(
-        "full.integers", "full", [*decode(1, 2, 4, 8, 16), *profile(1)], 65, 21, INTEGERS,
-    ),
+    engine("full.gate", "full", [*decode(1, 2, 4, 8, 16), *profile(1)], 75, 21, GATE),
+    engine("full.halves", "full", [*decode(1, 2, 4, 8, 16), *profile(1)], 75, 21, HALVES),
     engine(
         "full.verify7", "full",
         [*verified(7, [*decode(1, 3), *profile(1)]),
@@ -130,7 +123,7 @@ FULL = (
         "full.window", "full", [*decode(1), *prefill(65536, LONG)], 120, 34,
         max_model_len=1048576, gpu_memory_utilization=0.97, max_num_seqs=4,
     ),
-    *(engine(f"full.together-{n}", "full", STEP, 75, 22, env) for n, env in TOGETHER.items()),
+    engine("full.apart", "full", STEP, 75, 22, APART),
     engine("full.steer", "full", decode(1, 16), 70, 62, {
         "PYTHONPATH": "{work}/site",
         "GLM_EXL3_STEER_VECTOR": "{work}/edits/vector.gguf", "GLM_EXL3_STEER_ALPHA": "2"},

@@ -14,11 +14,12 @@ from h200.job import Job
 
 OPS = (
     "library", "site", "caches", "flashinfer", "tiny", "folders", "warm", "gpu-tests", "memcheck",
-    "racecheck", "kv", "recode.projections", "seam", "tune", "layers.few",
+    "racecheck", "kv", "recode.projections", "seam", "tune", "layers.few", "peer.package",
+    "peer.engine4",
 )  # fmt: skip
 ENGINES = ("drafting.methods", "text.fused", "kv.turns", "recode.step")
 MODEL = (
-    "full.step", "full.integers", "full.long", "peer.package", "peer.engine45",
+    "full.step", "full.gate", "full.long", "peer.engine45",
 )  # fmt: skip
 PAIR = ("pair.served", "pair.verify7", "gpu-tests.two")
 MORE = (

@@ -170,16 +170,19 @@ OTHERS = (
 )  # fmt: skip
 
 
-def peer_engine(layers: int, expect: int, at: int, *needs: str) -> Job:
+def peer_engine(layers: int, expect: int, at: int, **more: Any) -> Job:
     return Job(
         f"peer.engine{layers}",
         python("e2e.peer_engine", EXPECTED, "--layers", str(layers), "--work", "{work}"),
-        expect, 2 * expect + 60, at, env=PEER, needs=("peer.package", *needs), quick=False,
-        after=("library",),
+        expect, 2 * expect + 60, at, env=PEER, needs=("peer.package",), quick=False, **more,
     )  # fmt: skip
 
 
+BUILT = ("library", "peer.engine4")
 PEERS = (
-    peer_engine(8, 60, 33), peer_engine(45, 120, 34), peer_engine(16, 80, 69)
+    peer_engine(4, 110, 9, after=("caches",), exclusive=False, gib=24),
+    *(peer_engine(layers, expect, at, after=BUILT)
+      for layers, expect, at in ((8, 60, 33), (45, 120, 34), (16, 80, 69))),
 )  # fmt: skip
+"""Four layers first, beside other jobs: the peer's first pass compiles Triton kernels for 96 s."""
 JOBS = (*SETUP, *KERNELS, *SERVED, *OTHERS, *PEERS)

@@ -33,6 +33,8 @@ from h200.schedule import Running, State, next_job, plan
 
 JOBS = (*programs.JOBS, *engines.JOBS)
 NAMES = tuple(job.name for job in JOBS)
+CACHED = frozenset({"warm", "peer.engine4"})
+"""Jobs that others follow for what they compile; caches of an earlier visit hold it."""
 PACKING_S, CACHES_S = 30, 24
 """Seconds kept for what follows the last job, and those of them that compiled kernels may take."""
 
@@ -75,9 +77,9 @@ def names_in(path: Path) -> frozenset[str]:
 
 
 def tried(options: argparse.Namespace) -> frozenset[str]:
-    """Jobs that need not be followed: what ended before, and warming where caches were carried."""
-    warm = frozenset({"warm"} if caches.archives(options.files) else ())
-    return names_in(options.work / "tried") | warm
+    """Jobs that need not be followed: what ended before, and what only fills carried caches."""
+    kept = CACHED if caches.archives(options.files) else frozenset[str]()
+    return names_in(options.work / "tried") | kept
 
 
 def keep(name: str, process: Any, seconds: float, work: Path) -> None:

@@ -176,7 +176,7 @@ def test_the_plans_of_a_visit_fit_and_leave_nothing(
 
 @pytest.mark.parametrize("name", ["engines", "model"])
 def test_a_call_fits_on_a_machine_that_got_caches_only(name: str) -> None:
-    jobs = plans.planned([name], JOBS, tried={"warm"})
+    jobs = plans.planned([name], JOBS, tried=runner.CACHED)
     starts = plan(jobs, (0,), CALL_S - runner.PACKING_S)
     assert set(starts) == {job.name for job in jobs} >= set(plans.PLANS[name])
 
