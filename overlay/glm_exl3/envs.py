@@ -9,7 +9,6 @@ call: a test or an operator changes the variable, not a cached copy. Variables o
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -17,82 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from glm_exl3 import env_values as values
 from glm_exl3.format import recode
 from glm_exl3.format.errors import GlmExl3Error
-
-
-def _text(value: str) -> str:
-    return value.strip()
-
-
-def _seconds(value: str) -> float:
-    seconds = float(value)
-    if seconds <= 0:
-        raise ValueError("must be greater than 0")
-    return seconds
-
-
-def _flag(value: str) -> bool:
-    if value.strip() not in {"0", "1"}:
-        raise ValueError("must be 0 or 1")
-    return value.strip() == "1"
-
-
-def _strength(value: str) -> float:
-    strength = float(value)
-    if not -16 <= strength <= 16:
-        raise ValueError("must be -16 to 16")
-    return strength
-
-
-def _layers(value: str) -> str:
-    from glm_exl3.format.donor import parse_layers, show_layers
-
-    return show_layers(parse_layers(value))
-
-
-def _count(value: str) -> int:
-    if not 0 <= int(value) <= 64:
-        raise ValueError("must be 0 to 64")
-    return int(value)
-
-
-def _curve(value: str) -> tuple[tuple[int, float], ...]:
-    points = sorted((int(n), float(ms)) for n, _, ms in (p.partition(":") for p in _names(value)))
-    if len({n for n, _ in points}) < 2 or points[0][0] < 1 or min(ms for _, ms in points) <= 0:
-        raise ValueError("needs TOKENS:MS of two or more numbers of tokens, all greater than 0")
-    return tuple(points)
-
-
-def _names(value: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in value.split(",") if part.strip())
-
-
-def _patterns(value: str) -> tuple[str, ...]:
-    for pattern in _names(value):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
-    return _names(value)
-
-
-def _some_of(known: tuple[str, ...], value: str) -> tuple[str, ...]:
-    names = () if value.strip() == "none" else _names(value)
-    if unknown := sorted(set(names) - set(known)):
-        raise ValueError(f"{', '.join(unknown)}: known are none, {', '.join(known)}")
-    return names
-
-
-def _groups(value: str) -> str:
-    return ",".join(recode.parse_groups(value))
-
-
-def _bits(value: str) -> int:
-    bits = int(value)
-    if bits not in recode.BITS:
-        raise ValueError(f"must be {recode.BITS[0]} to {recode.BITS[-1]}")
-    return bits
 
 
 @dataclass(frozen=True)
@@ -138,159 +64,183 @@ class Knob:
 BACKEND = Knob(
     "GLM_EXL3_BACKEND",
     "auto",
-    _text,
+    values.text,
     "kernels for packed matrices: auto takes the first back end that can run, a name insists on it",
 )
 PLATFORM = Knob(
     "GLM_EXL3_PLATFORM",
     "auto",
-    _text,
+    values.text,
     "embedded CPU engine: auto where no accelerator is found, cpu always, off never",
     choices=("auto", "cpu", "off"),
 )
-PRESET = Knob("GLM_EXL3_PRESET", "", _text, "name of the launch preset, part of the rank digest")
+PRESET = Knob(
+    "GLM_EXL3_PRESET", "", values.text, "name of the launch preset, part of the rank digest"
+)
 JOIN_TIMEOUT_S = Knob(
     "GLM_EXL3_JOIN_TIMEOUT_S",
     300.0,
-    _seconds,
+    values.seconds,
     "seconds a rank waits for the others before weights are read",
 )
 RAY_RESOURCE = Knob(
     "GLM_EXL3_RAY_RESOURCE",
     "",
-    _text,
+    values.text,
     "custom resource of the Ray nodes that ranks are kept to; set by the nodes' entry point",
     scope="rank",
 )
 IGNORE_TENSORS = Knob(
     "GLM_EXL3_IGNORE_TENSORS",
     (),
-    _patterns,
+    values.patterns,
     "comma-separated regular expressions of checkpoint tensors that nobody has to take",
 )
 ACCEPT_PATCHES = Knob(
     "GLM_EXL3_ACCEPT_UNKNOWN_VLLM",
     (),
-    _names,
+    values.names,
     "comma-separated patch ids (or all) to apply to vLLM sources with an unknown fingerprint",
 )
-AUTO, FUSED_NAMES = "auto", ("mhc", "kda", "router", "dense")
+AUTO, FUSED_NAMES = "auto", ("mhc", "kda", "router", "gate", "dense")
 FUSED_OPS = Knob(
     "GLM_EXL3_FUSED_OPS",
     (AUTO,),
-    partial(_some_of, (AUTO, *FUSED_NAMES)),
-    "comma-separated decode ops in place of vLLM's: mhc, kda, router, dense; auto (measured); none",
+    partial(values.some_of, (AUTO, *FUSED_NAMES)),
+    "comma-separated decode ops in place of vLLM's: mhc, kda, router, gate, dense; "
+    "auto (measured); none",
 )
 SHARED_BESIDE = Knob(
-    "GLM_EXL3_SHARED_BESIDE", False, _flag, "1: the shared expert starts with the routed ones"
+    "GLM_EXL3_SHARED_BESIDE", False, values.flag, "1: the shared expert starts with the routed ones"
 )
+TOGETHER_NAMES = ("parts", "dense", "activation", "shared")
 TOGETHER = Knob(
     "GLM_EXL3_TOGETHER",
-    (),
-    partial(_some_of, ("parts", "dense", "activation", "shared")),
+    (AUTO,),
+    partial(values.some_of, (AUTO, *TOGETHER_NAMES)),
     "comma-separated parts of merged layers that share a launch up to 8 tokens: parts (packed), "
-    "dense (beside packed), activation (of gate and up), shared (shared experts, too), or none",
+    "dense (beside packed), activation (of gate and up), shared (shared experts, too); auto "
+    "(measured); none",
 )
-EARLY_LAUNCH = Knob("GLM_EXL3_EARLY_LAUNCH", True, _flag, "0: no kernel starts before its input")
-INTEGER_PRODUCTS = Knob("GLM_EXL3_INTEGER_PRODUCTS", False, _flag, "1: few mul1 rows as integers")
+EARLY_LAUNCH = Knob(
+    "GLM_EXL3_EARLY_LAUNCH", True, values.flag, "0: no kernel starts before its input"
+)
+INTEGER_PRODUCTS = Knob(
+    "GLM_EXL3_INTEGER_PRODUCTS",
+    AUTO,
+    values.text,
+    "few mul1 rows as integers: 1, 0, auto (measured: compute capability 9.0)",
+    choices=(AUTO, "0", "1"),
+)
 HYBRID_DRAFT = Knob(
     "GLM_EXL3_HYBRID_DRAFT",
     False,
-    _flag,
+    values.flag,
     "1: a lookup in prompt and output proposes where the end of the text occurred before",
 )
 HYBRID_MATCH = Knob(
-    "GLM_EXL3_HYBRID_MATCH", 6, _count, "tokens that must match before a lookup proposes"
+    "GLM_EXL3_HYBRID_MATCH", 6, values.count, "tokens that must match before a lookup proposes"
 )
 DRAFTER_TOKENS = Knob(
     "GLM_EXL3_DRAFTER_TOKENS",
     0,
-    _count,
+    values.count,
     "tokens that DFlash2 drafts under hybrid drafting; 0: as many as are verified and its block "
     "holds",
 )
 STEP_MS = Knob(
     "GLM_EXL3_STEP_MS",
     ((1, 9.9), (3, 15.4), (5, 19.2), (8, 24.4), (16, 36.2)),
-    _curve,
+    values.curve,
     "milliseconds of a step by tokens, such as 1:9.9,8:24.4, with which adaptive k weighs lengths",
 )
 ABLIT = Knob(
     "GLM_EXL3_ABLIT",
     "off",
-    _text,
+    values.text,
     "edit of the output projections: transplant from a donor, proj along a direction, or off",
     choices=("off", "transplant", "proj"),
 )
 ABLIT_SOURCE = Knob(
     "GLM_EXL3_ABLIT_SOURCE",
     "",
-    _text,
+    values.text,
     "folder of the donor, or file of the directions",
     scope="rank",
 )
-ABLIT_PIN = Knob("GLM_EXL3_ABLIT_PIN", "", _text, "hash that these data must have; empty: any")
-ABLIT_LAYERS = Knob("GLM_EXL3_ABLIT_LAYERS", "15-45", _layers, "layers to edit")
-ABLIT_ALPHA = Knob("GLM_EXL3_ABLIT_ALPHA", 3.0, _strength, "strength of proj; 1 takes all of it")
-ABLIT_MTP = Knob("GLM_EXL3_ABLIT_MTP", True, _flag, "1: edit the MTP block, too")
+ABLIT_PIN = Knob(
+    "GLM_EXL3_ABLIT_PIN", "", values.text, "hash that these data must have; empty: any"
+)
+ABLIT_LAYERS = Knob("GLM_EXL3_ABLIT_LAYERS", "15-45", values.layers, "layers to edit")
+ABLIT_ALPHA = Knob(
+    "GLM_EXL3_ABLIT_ALPHA", 3.0, values.strength, "strength of proj; 1 takes all of it"
+)
+ABLIT_MTP = Knob("GLM_EXL3_ABLIT_MTP", True, values.flag, "1: edit the MTP block, too")
 ABLIT_FINGERPRINT = Knob(
     "GLM_EXL3_ABLIT_FINGERPRINT",
     "",
-    _text,
+    values.text,
     "JSON file with the published relative change of each layer; empty: none is known",
     scope="rank",
 )
 STEER_VECTOR = Knob(
     "GLM_EXL3_STEER_VECTOR",
     "",
-    _text,
+    values.text,
     "GGUF file of projections of the residual streams",
     scope="rank",
 )
-STEER_PIN = Knob("GLM_EXL3_STEER_PIN", "", _text, "SHA-256 that this file must have; empty: any")
-STEER_ALPHA = Knob(
-    "GLM_EXL3_STEER_ALPHA", 0.0, _strength, "strength of the projections; 0: that of the file"
+STEER_PIN = Knob(
+    "GLM_EXL3_STEER_PIN", "", values.text, "SHA-256 that this file must have; empty: any"
 )
-STEER_LAYERS = Knob("GLM_EXL3_STEER_LAYERS", "1-44", _layers, "layers whose output is projected")
+STEER_ALPHA = Knob(
+    "GLM_EXL3_STEER_ALPHA", 0.0, values.strength, "strength of the projections; 0: that of the file"
+)
+STEER_LAYERS = Knob(
+    "GLM_EXL3_STEER_LAYERS", "1-44", values.layers, "layers whose output is projected"
+)
 STEER_FORCE = Knob(
-    "GLM_EXL3_STEER_FORCE", False, _flag, "1: allow a strength at which the model is known to break"
+    "GLM_EXL3_STEER_FORCE",
+    False,
+    values.flag,
+    "1: allow a strength at which the model is known to break",
 )
 DENSE_RECODE = Knob(
     "GLM_EXL3_DENSE_RECODE",
     "off",
-    _text,
+    values.text,
     "dense projections in fewer bits: fp8, int8, exl3 (made by `python -m glm_exl3.recode`) or off",
     choices=recode.SCHEMES,
 )
 DENSE_GROUPS = Knob(
-    "GLM_EXL3_DENSE_GROUPS", ",".join(recode.GROUPS), _groups, "which of them are recoded"
+    "GLM_EXL3_DENSE_GROUPS", ",".join(recode.GROUPS), values.groups, "which of them are recoded"
 )
-DENSE_BITS = Knob("GLM_EXL3_DENSE_BITS", 6, _bits, "bits per weight of exl3, 4 to 8")
+DENSE_BITS = Knob("GLM_EXL3_DENSE_BITS", 6, values.bits, "bits per weight of exl3, 4 to 8")
 DENSE_CACHE = Knob(
     "GLM_EXL3_DENSE_CACHE",
     "",
-    _text,
+    values.text,
     "folder of matrices recoded to exl3; empty: beside the weights",
     scope="rank",
 )
 DENSE_FREED = Knob(
     "GLM_EXL3_DENSE_FREED",
     "kv",
-    _text,
+    values.text,
     "the memory that recoding frees: kv gives it to the KV cache, host leaves it alone",
     choices=("kv", "host"),
 )
 RECODE_PATH = Knob(
     "GLM_EXL3_RECODE_PATH",
     "auto",
-    _text,
+    values.text,
     "product of recoded fp8 and int8 for more than eight tokens: auto by table, or one for all",
     choices=("auto", "rows", "scaled", "widened"),
 )
 ATTENTION = Knob(
     "GLM_EXL3_ATTENTION",
     "auto",
-    _text,
+    values.text,
     "sparse attention and indexer: auto takes Triton where vLLM has no kernel, triton always does, "
     "vllm never",
     choices=("auto", "triton", "vllm"),
@@ -298,7 +248,7 @@ ATTENTION = Knob(
 DIGEST_SALT = Knob(
     "GLM_EXL3_DIGEST_SALT",
     "",
-    _text,
+    values.text,
     "text mixed into the digest of this rank; exercises the comparison between ranks",
     scope="rank",
 )

@@ -44,6 +44,24 @@ def test_few_tokens_take_the_kernel(backend, generator, k, n, tokens):
     torch.testing.assert_close(found.double(), wanted, rtol=2**-7, atol=floor)
 
 
+@pytest.mark.parametrize("tokens", FEW)
+@pytest.mark.parametrize(("k", "n"), [(4096, 288), (1536, 256), (128, 1100)])
+def test_logits_are_those_rows_in_either_type(backend, generator, k, n, tokens):
+    x, weight = drawn(generator, tokens, k), rows_of(generator, n, k)
+    wanted = x.double() @ weight.double().T
+    found = dense_rows.logits(x, weight, torch.float32)
+    floor = 1e-5 * float(wanted.abs().max())
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=floor)
+    assert torch.equal(found.bfloat16(), dense_rows.linear(x, weight))
+    assert torch.equal(dense_rows.logits(x, weight, torch.bfloat16), found.bfloat16())
+
+
+def test_logits_of_many_tokens_and_other_types_are_left_to_the_caller(backend, generator):
+    x, weight = drawn(generator, 17, 4096), rows_of(generator, 288, 4096)
+    assert dense_rows.logits(x, weight, torch.float32) is None
+    assert dense_rows.logits(x[:16], weight, torch.float16) is None
+
+
 @pytest.mark.parametrize(("k", "n"), KINDS)
 def test_a_token_does_not_depend_on_its_neighbours(backend, generator, k, n):
     x, weight = drawn(generator, 16, k), rows_of(generator, n, k)

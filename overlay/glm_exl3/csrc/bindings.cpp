@@ -246,10 +246,12 @@ void had128(Tensor x, std::optional<Tensor> pre, std::optional<Tensor> post, Ten
 }
 
 exl3::RowsArguments rows_arguments(const Tensor& x, const Tensor& rows, exl3::RowKind kind, const Tensor& out) {
-    if (x.scalar_type() != ScalarType::BFloat16 || out.scalar_type() != ScalarType::BFloat16) {
-        throw std::runtime_error("glm_exl3_cuda: x and out of a product with rows must be bfloat16");
-    }
     exl3::RowsArguments a = {};
+    a.floats_out = kind == exl3::RowKind::kBf16 && out.scalar_type() == ScalarType::Float;
+    if (x.scalar_type() != ScalarType::BFloat16 || !(a.floats_out || out.scalar_type() == ScalarType::BFloat16)) {
+        throw std::runtime_error(
+            "glm_exl3_cuda: x and out of a product with rows must be bfloat16, out of bf16 rows may be float32");
+    }
     a.x = x.data_ptr();
     a.rows = rows.data_ptr();
     a.out = out.data_ptr();
@@ -269,11 +271,12 @@ void byte_rows(Tensor x, Tensor codes, Tensor scale, bool floats, Tensor out) {
     check(exl3::byte_rows(a, device.stream()), "byte_rows");
 }
 
-void dense_rows(Tensor x, Tensor weight, Tensor out) {
+void dense_rows(Tensor x, Tensor weight, bool urgent, Tensor out) {
     if (weight.scalar_type() != ScalarType::BFloat16) {
         throw std::runtime_error("glm_exl3_cuda.dense_rows: weight must be bfloat16");
     }
-    const exl3::RowsArguments a = rows_arguments(x, weight, exl3::RowKind::kBf16, out);
+    exl3::RowsArguments a = rows_arguments(x, weight, exl3::RowKind::kBf16, out);
+    a.urgent = urgent;
     const OnDeviceOf device(x);
     check(exl3::byte_rows(a, device.stream()), "dense_rows");
 }
@@ -328,7 +331,7 @@ STABLE_TORCH_LIBRARY(glm_exl3_cuda, m) {
     m.def("encode_workspace(int tiles, int bits, int blocks) -> int");
     m.def("had128(Tensor x, Tensor? pre, Tensor? post, Tensor(a!) out) -> ()");
     m.def("byte_rows(Tensor x, Tensor codes, Tensor scale, bool floats, Tensor(a!) out) -> ()");
-    m.def("dense_rows(Tensor x, Tensor weight, Tensor(a!) out) -> ()");
+    m.def("dense_rows(Tensor x, Tensor weight, bool urgent, Tensor(a!) out) -> ()");
     m.def("moe_decode_counters(int tokens, int top_k, int hidden, int intermediate) -> int");
     m.def("moe_decode_workspace(int tokens, int top_k, int hidden, int intermediate, int split_k) "
           "-> int");

@@ -129,7 +129,12 @@ __device__ __forceinline__ void rows_product(const RowsArguments& a) {
 #pragma unroll
         for (int w = 0; w < Sharers; ++w) sum += parts[group * Sharers + w][cell];
         if constexpr (Kind != RowKind::kBf16) sum *= a.scale[row];
-        static_cast<__nv_bfloat16*>(a.out)[static_cast<int64_t>(token) * a.n + row] = __float2bfloat16_rn(sum);
+        const int64_t to = static_cast<int64_t>(token) * a.n + row;
+        if (Kind == RowKind::kBf16 && a.floats_out) {
+            static_cast<float*>(a.out)[to] = sum;
+        } else {
+            static_cast<__nv_bfloat16*>(a.out)[to] = __float2bfloat16_rn(sum);
+        }
     }
 }
 
@@ -156,7 +161,7 @@ int launch_dense_rows(const RowsArguments& a, cudaStream_t stream) {
     constexpr int kBlockRows = 8 * Halves * kWarps / Sharers;
     const auto kernel =
         a.tokens <= kTile ? dense_rows_kernel<1, Halves, Sharers> : dense_rows_kernel<2, Halves, Sharers>;
-    return launch(kernel, dim3((a.n + kBlockRows - 1) / kBlockRows), 0, stream, true, a);
+    return launch_as(a.urgent, kernel, dim3((a.n + kBlockRows - 1) / kBlockRows), 0, stream, true, a);
 }
 
 }  // namespace

@@ -48,27 +48,58 @@ inline bool supports_dependent_launch() {
     return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
 }
 
-// Whether a knob of `glm_exl3.envs` is 1; read at every launch, so once per captured graph.
+// Whether a knob of `glm_exl3.envs` is 1, not 0; read at every launch, so once per captured graph.
 inline bool knob(const char* name, bool unless_set) {
     const char* value = std::getenv(name);
-    return value == nullptr || *value == '\0' ? unless_set : *value == '1';
+    return value == nullptr || (*value != '0' && *value != '1') ? unless_set : *value == '1';
 }
 
+// Shared memory of a small grid's block: so much that no multiprocessor takes more blocks than an even spread gives
+// it, also where another stream's kernels fill most of them.
+inline int spread_bytes(int bytes, dim3 grid) {
+    const int blocks = static_cast<int>(grid.x * grid.y * grid.z);
+    const int each = (blocks - 1) / device_attribute(cudaDevAttrMultiProcessorCount) + 1;
+    if (each > 3) return bytes;
+    const int whole = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    return std::max(bytes, (whole / (each + 1) + 127) / 128 * 128);
+}
+
+// The number of the highest priority of streams, which are the lowest numbers.
+inline int highest_priority() {
+    int lowest = 0, highest = 0;
+    cudaDeviceGetStreamPriorityRange(&lowest, &highest);
+    return highest;
+}
+
+// `urgent`: its blocks come before those of other streams' kernels that wait for a multiprocessor as well.
 template <typename... Parameters, typename... Arguments>
-int launch(void (*kernel)(Parameters...), dim3 grid, int bytes, cudaStream_t stream, bool dependent,
-           Arguments... arguments) {
+int launch_as(bool urgent, void (*kernel)(Parameters...), dim3 grid, int bytes, cudaStream_t stream, bool dependent,
+              Arguments... arguments) {
     if (const int error = allow_shared(kernel, bytes)) return error;
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(kThreads);
     config.dynamicSmemBytes = bytes;
     config.stream = stream;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = dependent && supports_dependent_launch() && knob("GLM_EXL3_EARLY_LAUNCH", true) ? 1 : 0;
+    cudaLaunchAttribute attributes[2] = {};
+    config.attrs = attributes;
+    if (dependent && supports_dependent_launch() && knob("GLM_EXL3_EARLY_LAUNCH", true)) {
+        cudaLaunchAttribute& early = attributes[config.numAttrs++];
+        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        early.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (urgent) {
+        cudaLaunchAttribute& first = attributes[config.numAttrs++];
+        first.id = cudaLaunchAttributePriority;
+        first.val.priority = highest_priority();
+    }
     return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+template <typename... Parameters, typename... Arguments>
+int launch(void (*kernel)(Parameters...), dim3 grid, int bytes, cudaStream_t stream, bool dependent,
+           Arguments... arguments) {
+    return launch_as(false, kernel, grid, bytes, stream, dependent, arguments...);
 }
 
 // Whether a block may have the shared memory that groups of 16 and 32 tokens take.
@@ -118,7 +149,11 @@ struct Parts {
 
 // Whether a mul1 matrix of k rows is to be multiplied as integers, and may be: sums stay within 32 bits.
 constexpr int kMostIntegerRows = 16384;
-inline bool by_integers(int k) { return k <= kMostIntegerRows && knob("GLM_EXL3_INTEGER_PRODUCTS", false); }
+inline bool by_integers(int k) {
+    // Measured there: H200.
+    const bool measured = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+    return k <= kMostIntegerRows && knob("GLM_EXL3_INTEGER_PRODUCTS", measured);
+}
 
 template <int K, Codebook C, int Products>
 int launch_gate_up(const MoeArguments& a, cudaStream_t stream) {
@@ -128,19 +163,19 @@ int launch_gate_up(const MoeArguments& a, cudaStream_t stream) {
     const int row_bytes = parts.size * 2 * (a.same_suh ? 1 : 2);
     const int cap = row_cap(Work::kRows, a.tokens, Work::kRingBytes, row_bytes);
     const dim3 grid(a.w13.n / 128, a.tokens * a.top_k, parts.count);
-    const int bytes = std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes);
+    const int bytes = spread_bytes(std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes), grid);
     const DecodeScratch scratch = carve(a);
     if (!rotates_before(a.tokens, split)) {
         // Not early: among the last blocks of the call before, these would spread unevenly.
-        return launch(moe_gate_up<K, C, Products, false>, grid, bytes, stream, false, a, scratch, parts.count,
+        return launch_as(true, moe_gate_up<K, C, Products, false>, grid, bytes, stream, false, a, scratch, parts.count,
                       parts.size, cap);
     }
     const dim3 lines(a.tokens * a.top_k, a.same_suh ? 1 : 2, parts.count);
     if (const int error =
-            launch(moe_rotate<typename Work::Rows>, lines, 0, stream, true, a, scratch, parts.size)) {
+            launch_as(true, moe_rotate<typename Work::Rows>, lines, 0, stream, true, a, scratch, parts.size)) {
         return error;
     }
-    return launch(moe_gate_up<K, C, Products, true>, grid, bytes, stream, true, a, scratch, parts.count,
+    return launch_as(true, moe_gate_up<K, C, Products, true>, grid, bytes, stream, true, a, scratch, parts.count,
                   parts.size, cap);
 }
 
@@ -151,8 +186,8 @@ int launch_down(const MoeArguments& a, cudaStream_t stream) {
     const int row_bytes = parts.size * 2;
     const int cap = row_cap(Work::kRows, a.tokens, Work::kRingBytes, row_bytes);
     const dim3 grid(a.w2.n / 128, a.tokens * a.top_k, parts.count);
-    const int bytes = std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes);
-    return launch(moe_down<K, C, Products>, grid, bytes, stream, true, a, carve(a), parts.count, parts.size, cap);
+    const int bytes = spread_bytes(std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes), grid);
+    return launch_as(true, moe_down<K, C, Products>, grid, bytes, stream, true, a, carve(a), parts.count, parts.size, cap);
 }
 
 template <int K, Codebook C, int NT, int Products>

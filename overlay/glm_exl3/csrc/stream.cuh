@@ -122,8 +122,8 @@ struct StreamShape {
         copy_async_wait<0>();
     }
 
-    // Calls put_slice<Add>(buffer) so that `reduce` holds the sums of all warps; every thread of the block calls it
-    // after its product.
+    // Calls put_slice(buffer, std::bool_constant<add>) so that `reduce` holds the sums of all warps; every thread of
+    // the block calls it after its product.
     template <typename PutSlice>
     __device__ __forceinline__ static void put_slices(float* reduce, const Share& share, PutSlice put_slice) {
         __syncthreads();
@@ -265,7 +265,6 @@ struct Stream : StreamShape<K, 8 * NT, Matrices> {
             }
         }
     }
-
 };
 
 }  // namespace exl3

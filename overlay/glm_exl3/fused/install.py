@@ -31,6 +31,16 @@ def _router() -> None:
     GateLinear.register_oot(name="GateLinear")(RoutingGate)
 
 
+def _gate() -> None:
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+
+    from glm_exl3.fused.gate_op import RowsGate
+
+    if "router" in fused_names.wanted():  # whose gate is this one's heir
+        return
+    GateLinear.register_oot(name="GateLinear")(RowsGate)
+
+
 def _in_subclass() -> None:
     """Nothing to register: a class of `models` asks `installed`, `quant.dense` the setting."""
 
@@ -39,6 +49,7 @@ OPS: dict[str, Callable[[], None]] = {
     "mhc": _mhc,
     "kda": _in_subclass,
     "router": _router,
+    "gate": _gate,
     "dense": _in_subclass,
 }
 

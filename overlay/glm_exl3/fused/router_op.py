@@ -1,4 +1,4 @@
-"""vLLM's `GateLinear` that selects the experts of a decode step on its way.
+"""The gate that selects the experts of a decode step on its way.
 
 The gate runs inside vLLM's expert runner right before the runner's router. The gate keeps what it
 selected until that router asks with the same logits; every other call is the router's own.
@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 from vllm.models.glm5next.common.model import Glm5NextMoE
 
+from glm_exl3.fused.gate_op import RowsGate
 from glm_exl3.fused.router import Routing, route, takes
 
 
-class RoutingGate(GateLinear):
-    """Routes steps of few tokens in one launch once `join` gave it a router."""
+class RoutingGate(RowsGate):
+    """Routes steps of up to 8 tokens in one launch once `join` gave it a router."""
 
     router: GroupedTopKRouter | None = None
     routing: Routing | None = None

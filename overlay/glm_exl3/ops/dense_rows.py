@@ -48,12 +48,27 @@ def _rows_are_aligned(x: torch.Tensor) -> bool:
     return x.stride(1) == 1 and step % ALIGNED_BYTES == 0 and x.data_ptr() % ALIGNED_BYTES == 0
 
 
+def logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """x [t, k] with a gate [experts, k] -> [t, experts] in fp32 or x.dtype, or None where the
+    kernel cannot; its blocks come before those of other streams."""
+    if not can_serve(x, weight) or dtype not in {x.dtype, torch.float32}:
+        return None
+    return _served(x, weight, dtype, urgent=True)
+
+
+def _served(
+    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, *, urgent: bool
+) -> torch.Tensor:
+    y = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
+    ext.operators().dense_rows(x, weight, urgent, y)
+    return y
+
+
 def _dense_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if not can_serve(rows, weight):
         return reference.dense_linear(x, weight)
-    y = torch.empty((rows.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    ext.operators().dense_rows(rows, weight, y)
+    y = _served(rows, weight, x.dtype, urgent=False)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -4,8 +4,8 @@
 become one before, so here parts differ in input scales, rates or packing. Nothing changes for more
 tokens than the kernel takes.
 
-Shared experts are left out unless they are named: they run beside the routed ones, whose kernels
-wait for multiprocessors that one large launch holds (docs/kernels.md, "Several matrices").
+Shared experts are a name of their own: they run beside the routed ones, and what their launches
+hold of the multiprocessors counts (docs/kernels.md, "Several matrices").
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from glm_exl3 import envs
 from glm_exl3.log import logger
-from glm_exl3.ops import library
+from glm_exl3.ops import fused_names, library
 from glm_exl3.ops.matrix import PackedMatrix
 
 FEW_TOKENS = 8
@@ -43,7 +42,7 @@ def share(terms: Sequence[Part], prefix: str = "") -> bool:
 
     They read the same inputs, keep all of their outputs and one at least is packed.
     """
-    names = envs.TOGETHER.read()
+    names = fused_names.together()
     dense = [isinstance(term.matrix, torch.Tensor) for term in terms]
     if len(terms) < 2 or "parts" not in names or all(dense) or _left_out(prefix):
         return False
@@ -53,7 +52,7 @@ def share(terms: Sequence[Part], prefix: str = "") -> bool:
 
 
 def _left_out(prefix: str) -> bool:
-    return SHARED in prefix.split(".") and "shared" not in envs.TOGETHER.read()
+    return SHARED in prefix.split(".") and "shared" not in fused_names.together()
 
 
 def _whole(term: Part) -> bool:
@@ -83,7 +82,7 @@ def join_activations(model: torch.nn.Module) -> int:
 
     Returns how many; none unless the setting names `activation`. Called before weights are loaded.
     """
-    if "activation" not in envs.TOGETHER.read():
+    if "activation" not in fused_names.together():
         return 0
     found = 0
     for module in model.modules():

@@ -26,14 +26,16 @@ def product(compiled: Callable[..., Callable[..., bytearray]]) -> Product:
     program = compiled("rows", "byte_rows.cu")
 
     def run(
-        kind: str, x: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor, gap: int = 0
-    ) -> torch.Tensor:
+        kind: str, x: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor, gap: int = 0,
+        out: torch.dtype = torch.bfloat16,
+    ) -> torch.Tensor:  # fmt: skip
         (tokens, k), n = x.shape, rows.shape[0]
         wide = torch.full((tokens, k + gap), torch.nan, dtype=torch.bfloat16)
         wide[:, :k] = x
         given = [wide, rows] if kind == "bf16" else [wide, rows, scale]
-        written = program(tensors=given, kind=KINDS[kind], tokens=tokens, k=k, n=n, stride=k + gap)
-        return torch.frombuffer(written, dtype=torch.bfloat16).reshape(tokens, n)
+        numbers = {"tokens": tokens, "k": k, "n": n, "stride": k + gap, "kind": KINDS[kind]}
+        written = program(tensors=given, floats=int(out is torch.float32), **numbers)
+        return torch.frombuffer(written, dtype=out).reshape(tokens, n)
 
     return run
 
@@ -60,6 +62,18 @@ def test_the_kernel_multiplies(product: Product, kind: str, k: int, n: int) -> N
         found = product(kind, x, rows, scale, gap)
         floor = 1e-5 * float(wanted.abs().max())
         torch.testing.assert_close(found.double(), wanted, rtol=2**-7, atol=floor)
+
+
+@pytest.mark.parametrize(("k", "n"), [(128, 200), (4096, 9), (4096, 288)])
+def test_rows_of_bf16_give_logits_in_fp32(product: Product, k: int, n: int) -> None:
+    rows, scale = made("bf16", n, k)
+    for tokens in (1, 8, 16):
+        x = inputs(tokens, k)
+        wanted = x.double() @ rows.double().T
+        found = product("bf16", x, rows, scale, out=torch.float32)
+        floor = 1e-6 * float(wanted.abs().max())
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=floor)
+        assert torch.equal(found.bfloat16(), product("bf16", x, rows, scale))
 
 
 @pytest.mark.parametrize(("k", "n"), [(128, 72), (1024, 24), (1024, 1072)])

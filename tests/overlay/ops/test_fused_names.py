@@ -44,10 +44,36 @@ def test_auto_is_what_was_measured_on_this_gpu(
     assert fused_names.wanted() == expected
 
 
+@pytest.mark.parametrize(
+    ("setting", "capability", "expected"),
+    [
+        (None, (9, 0), envs.TOGETHER_NAMES),
+        ("auto", (12, 1), ()),
+        ("auto,parts", (8, 0), ("parts",)),
+        ("dense,auto", (9, 0), ("dense", "parts", "activation", "shared")),
+        ("parts", (9, 0), ("parts",)),
+        ("none", (9, 0), ()),
+    ],
+)
+def test_auto_of_shared_launches_is_what_was_measured_on_this_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str | None,
+    capability: tuple[int, int],
+    expected: tuple[str, ...],
+) -> None:
+    monkeypatch.delenv("GLM_EXL3_TOGETHER", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("GLM_EXL3_TOGETHER", setting)
+    monkeypatch.setattr("vllm.platforms.current_platform", platform(capability))
+    assert fused_names.together() == expected
+
+
 def test_without_a_gpu_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLM_EXL3_FUSED_OPS", "auto,mhc")
     monkeypatch.setattr("vllm.platforms.current_platform", platform((9, 0), cuda=False))
     assert fused_names.wanted() == () and install.install() == ()
+    monkeypatch.delenv("GLM_EXL3_TOGETHER", raising=False)
+    assert fused_names.together() == ()
 
 
 def test_every_measured_op_is_known() -> None:

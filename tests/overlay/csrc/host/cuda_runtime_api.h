@@ -46,15 +46,16 @@ constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1;
 enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMajor,
     cudaDevAttrMultiProcessorCount,
+    cudaDevAttrMaxSharedMemoryPerMultiprocessor,
     cudaDevAttrMaxSharedMemoryPerBlockOptin,
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization, cudaLaunchAttributePriority };
 
 struct cudaLaunchAttribute {
     cudaLaunchAttributeID id;
     struct {
-        int programmaticStreamSerializationAllowed;
+        int programmaticStreamSerializationAllowed, priority;
     } val;
 };
 struct cudaLaunchConfig_t {
@@ -98,11 +99,18 @@ inline void run_alone(const std::function<void()>& kernel) {
 
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
 
+inline cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
+    *lowest = 0;
+    *highest = -5;
+    return cudaSuccess;
+}
+
 // Those of an H200.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     switch (attribute) {
         case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
         case cudaDevAttrMultiProcessorCount: *value = 132; break;
+        case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = exl3::kSharedBytes + 1024; break;
         case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = exl3::kSharedBytes; break;
     }
     return cudaSuccess;

@@ -1,4 +1,4 @@
-// Numbers kind, tokens, k, n, stride: reads x, rows and scales, writes the product.
+// Numbers kind, tokens, k, n, stride, floats (of the result): reads x, rows and scales, writes the product.
 #include "byte_rows.h"
 #include "tensors.h"
 
@@ -12,8 +12,9 @@ int main(int count, char** arguments) {
     a.k = whole("k");
     a.n = whole("n");
     a.x_stride = whole("stride");
+    a.floats_out = whole("floats") != 0;
     const bool wide = a.kind == exl3::RowKind::kBf16;
-    const size_t out_bytes = size_t(2) * a.tokens * a.n;
+    const size_t out_bytes = size_t(a.floats_out ? 4 : 2) * a.tokens * a.n;
     a.x = host::take(size_t(2) * a.tokens * a.x_stride);
     a.rows = host::take(size_t(wide ? 2 : 1) * a.n * a.k);
     a.scale = reinterpret_cast<const float*>(host::take(size_t(wide ? 0 : 4) * a.n));
