@@ -105,7 +105,9 @@ def test_what_the_kernel_cannot_serve_takes_another_path(
     matrix = codes_of(scheme, 256, k, generator)
     x = torch.randn(tokens, k, device="cuda", generator=generator).to(dtype)
     assert not recoded.can_stream(x)
-    assert error(recoded.linear(x, matrix), in_double(x, matrix)) < 2 * OUTPUT_TOLERANCE
+    path = recoded.path_for(matrix, torch.cuda.get_device_capability(), tokens)
+    limit = ACTIVATION_TOLERANCE if path == recoded.SCALED else 2 * OUTPUT_TOLERANCE
+    assert error(recoded.linear(x, matrix), in_double(x, matrix)) < limit
 
 
 def test_a_graph_replays_it(backend, generator, scheme):
