@@ -101,6 +101,10 @@ FULL = (
         [*decode(1, 16), *profile(1, 16), *prefill(32768), *decode(2, 4, 8)], 120, 20,
     ),
     engine("full.gate", "full", [*decode(1, 2, 4, 8, 16), *profile(1)], 75, 21, GATE),
+    engine(
+        "full.beside", "full", [*decode(1, 2, 4, 8, 16), *profile(1)], 75, 21,
+        GATE | {"GLM_EXL3_SHARED_BESIDE": "1"},
+    ),
     engine("full.halves", "full", [*decode(1, 2, 4, 8, 16), *profile(1)], 75, 21, HALVES),
     engine(
         "full.verify7", "full",

@@ -23,7 +23,7 @@ MODEL = (
 )  # fmt: skip
 PAIR = ("pair.served", "pair.verify7", "gpu-tests.two")
 MORE = (
-    "peer.engine8", "drafting.time", "kv.heads", "full.served", "full.fused", "full.verify7",
+    "full.beside", "peer.engine8", "drafting.time", "kv.heads", "full.served", "full.fused", "full.verify7",
     "pair.step", "text.two", "verify.16", "full.steer", "kv.text", "kv.variants", "text.one",
     "recode.nano", "drafting.pack", "edits", "peer.kernels", "kernels",
 )  # fmt: skip

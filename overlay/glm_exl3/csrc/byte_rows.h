@@ -9,9 +9,9 @@ namespace exl3 {
 
 enum class RowKind { kE4m3, kInt8, kBf16 };
 
-// out [tokens, n] = x [tokens, k] times rows [n, k], 8-bit rows times scale [n] as well; x and out bf16, out of
-// bf16 rows also fp32; sums in fp32. Up to kRowsTokens tokens; rows are contiguous, one after the other, and whole units of kRowsUnitBytes; rows
-// of x begin x_stride elements apart, each at a multiple of 16 bytes.
+// out [tokens, n] = x [tokens, k] times rows [n, k], 8-bit rows times scale [n] as well; x and out bf16, out of bf16
+// rows also fp32; sums in fp32. Up to kRowsTokens tokens; rows are contiguous, one after the other, and whole units of
+// kRowsUnitBytes; rows of x begin x_stride elements apart, each at a multiple of 16 bytes.
 constexpr int kRowsTokens = 16, kRowsUnitBytes = 64;
 struct RowsArguments {
     const void* x;

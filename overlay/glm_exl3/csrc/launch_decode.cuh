@@ -187,7 +187,8 @@ int launch_down(const MoeArguments& a, cudaStream_t stream) {
     const int cap = row_cap(Work::kRows, a.tokens, Work::kRingBytes, row_bytes);
     const dim3 grid(a.w2.n / 128, a.tokens * a.top_k, parts.count);
     const int bytes = spread_bytes(std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes), grid);
-    return launch_as(true, moe_down<K, C, Products>, grid, bytes, stream, true, a, carve(a), parts.count, parts.size, cap);
+    return launch_as(true, moe_down<K, C, Products>, grid, bytes, stream, true, a, carve(a), parts.count, parts.size,
+                     cap);
 }
 
 template <int K, Codebook C, int NT, int Products>
