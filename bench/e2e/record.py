@@ -1,12 +1,14 @@
-"""Turn results of `e2e.inside` and `e2e.serve` into rows of `bench/expected/MACHINE/e2e.json`.
+"""Turn results of `e2e.inside`, `e2e.serve` and `e2e.peer_engine` into rows of
+`bench/expected/MACHINE/e2e.json`.
 
     python -m e2e.record FILE --machine "NVIDIA H200" --versions vllm=0.33.0,... \\
-        [--requests 1,2] [--drop TEXT] RESULT.json=CONDITIONS ...
+        [--date 2026-11-30] [--requests 1,2] [--drop TEXT] RESULT.json=CONDITIONS ...
 
 A row is `{metric, engine, value, unit, conditions}`; a row that is measured again under the same
-metric, engine and conditions replaces the old one. `--requests` takes only rows of that many
-requests at once, for a pool that held no more of them; `--drop` forgets old rows whose conditions
-contain TEXT. Nothing is computed here but units.
+metric, engine and conditions replaces the old one. `--date` is the day of the runs, today where it
+is left out. `--requests` takes only rows of that many requests at once, for a pool that held no
+more of them; `--drop` forgets old rows whose conditions contain TEXT. Nothing is computed here but
+units and, for the peer, the rate of a step.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 from e2e.serve import numbers
 
 ENGINES = ("ours", "exllamav3")
+FASTEST = "fastest of three rounds"  # of the steps of `e2e.peer_engine`
 Row = dict[str, Any]
 Figure = tuple[str, float, str, str]
 """Metric, value, unit, and what the conditions of the whole result do not say."""
@@ -30,15 +33,21 @@ def rows_of(
     result: dict[str, Any], conditions: str, requests: Sequence[int] | None = None
 ) -> Iterator[Row]:
     """Rows of one result file; measurements that failed, or of other numbers of `requests` than
-    those wanted (None: all), give none."""
+    those wanted (None: all), give none. ValueError for an engine that `ENGINES` lacks."""
+    engine = result.get("engine", "ours").partition(" ")[0]
+    if engine not in ENGINES:
+        raise ValueError(f"engine {engine!r}: known are {', '.join(ENGINES)}; add it to ENGINES")
     wanted = [
         measured
         for measured in result["rows"]
         if "error" not in measured and (requests is None or measured.get("requests", 1) in requests)
     ]
-    figures = served(result, wanted) if "ready_s" in result else inside(wanted)
+    if engine != "ours":
+        figures = peer(wanted)
+    else:
+        figures = served(result, wanted) if "ready_s" in result else inside(wanted)
     for metric, value, unit, more in figures:
-        entry = {"metric": metric, "engine": "ours", "value": round(value, 3), "unit": unit}
+        entry = {"metric": metric, "engine": engine, "value": round(value, 3), "unit": unit}
         yield entry | {"conditions": f"{conditions}; {more}"}
 
 
@@ -56,6 +65,13 @@ def inside(rows: Sequence[dict[str, Any]]) -> Iterator[Figure]:
         elif measured["kind"] == "prefill":
             where = f"{context} tokens, one cold request{drafts}, to the first token"
             yield "prefill_rate", measured["tokens_per_s"], "tok/s", where
+        elif measured["kind"] == "together":
+            where = (
+                f"{requests} requests of {context} tokens that start at once{drafts}, "
+                f"{measured['tokens']} tokens each, until all are done, "
+                f"{measured['finished']} finished, {measured['preemptions']} evicted"
+            )
+            yield "together", measured["seconds"], "s", where
         elif measured["kind"] == "profile":
             where = f"{requests} requests of {context} tokens{drafts}, torch profiler"
             yield from profiled(measured, where)
@@ -76,6 +92,23 @@ def drafted(measured: dict[str, Any]) -> str:
     """How many tokens a step were drafted, as a part of the conditions; none: nothing."""
     drafts = measured.get("drafts")
     return f", {drafts} drafts a step, drafting included" if drafts else ""
+
+
+def peer(rows: Sequence[dict[str, Any]]) -> Iterator[Figure]:
+    """Figures of `e2e.peer_engine`: passes of its model, without drafting."""
+    for measured in rows:
+        if measured["kind"] == "decode":
+            requests, step_ms = measured["requests"], measured["step_ms"]
+            where = f"{requests} requests of {measured['context']} tokens, {FASTEST}"
+            yield "decode_step", step_ms, "ms", where
+            yield "decode_rate", 1000 * requests / step_ms, "tok/s", where
+        elif measured["kind"] == "verify":
+            tokens = f"{measured['tokens']} tokens of each a pass"
+            where = f"{measured['requests']} requests, {tokens}, {FASTEST}"
+            yield "verify_step", measured["step_ms"], "ms", where
+        elif measured["kind"] == "prefill":
+            where = f"{measured['context']} tokens, one cold request, to its logits"
+            yield "prefill_rate", measured["tokens_per_s"], "tok/s", where
 
 
 def served(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Iterator[Figure]:
@@ -123,6 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("results", nargs="+", metavar="RESULT.json=CONDITIONS")
     parser.add_argument("--machine", required=True)
     parser.add_argument("--versions", required=True, metavar="NAME=VERSION,...")
+    parser.add_argument("--date", default=datetime.now(UTC).date().isoformat())
     parser.add_argument("--requests", type=numbers, help="numbers of requests, such as 1,2")
     parser.add_argument("--drop", action="append", default=[], metavar="TEXT")
     options = parser.parse_args(arguments)
@@ -134,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         new += rows_of(json.loads(Path(path).read_text()), conditions, options.requests)
     document = {
         "machine": options.machine,
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": options.date,
         "versions": dict(part.split("=") for part in options.versions.split(",")),
         "rows": merged(old, new),
     }

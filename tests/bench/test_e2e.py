@@ -79,6 +79,41 @@ def test_drafts_stand_in_the_conditions_and_give_a_step_alone() -> None:
     assert all("7 drafts a step" in row["conditions"] for row in rows)
 
 
+def test_the_peer_becomes_rows_under_its_own_name() -> None:
+    decode = {"kind": "decode", "requests": 4, "context": 8, "step_ms": 5.0}
+    verify = {"kind": "verify", "requests": 1, "tokens": 8, "step_ms": 9.0}
+    prefill = {"kind": "prefill", "context": 64, "seconds": 2.0, "tokens_per_s": 32.0}
+    failed = {"kind": "decode", "requests": 16, "context": 8, "error": "no memory"}
+    result = {"engine": "exllamav3 1.6.5", "rows": [decode, failed, verify, prefill]}
+    rows = list(record.rows_of(result, "a model"))
+    assert {row["engine"] for row in rows} == {"exllamav3"}
+    assert {row["metric"]: row["value"] for row in rows} == {
+        "decode_step": 5.0,
+        "decode_rate": 800.0,
+        "verify_step": 9.0,
+        "prefill_rate": 32.0,
+    }
+    assert "8 tokens" in rows[2]["conditions"]
+    with pytest.raises(ValueError, match="nobody"):
+        list(record.rows_of(result | {"engine": "nobody 1.0"}, "a model"))
+
+
+def test_requests_that_start_together_say_how_they_ended() -> None:
+    together = {"kind": "together", "requests": 2, "context": 64, "tokens": 16, "seconds": 3.0}
+    together |= {"finished": 2, "preemptions": 1}
+    (row,) = record.rows_of({"rows": [together]}, "a model")
+    assert (row["metric"], row["value"], row["unit"]) == ("together", 3.0, "s")
+    assert row["conditions"].endswith("2 finished, 1 evicted")
+
+
+def test_the_day_of_the_runs_can_be_told(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(json.dumps({"rows": []}))
+    out = tmp_path / "e2e.json"
+    arguments = [str(out), f"{tmp_path / 'r.json'}=a model", "--machine", "m", "--versions", "v=1"]
+    record.main([*arguments, "--date", "2026-11-30"])
+    assert json.loads(out.read_text())["date"] == "2026-11-30"
+
+
 def test_requests_that_never_ran_together_are_left_out() -> None:
     decode = {"kind": "decode", "context": 8, "steps": 4, "step_ms": 5.0, "batch_tokens_per_s": 2.0}
     result = {"rows": [decode | {"requests": 1}, decode | {"requests": 16}]}
