@@ -150,9 +150,9 @@ DRAFTER_TOKENS = Knob(
 )
 STEP_MS = Knob(
     "GLM_EXL3_STEP_MS",
-    ((1, 9.9), (3, 15.4), (5, 19.2), (8, 24.4), (16, 36.2)),
+    ((1, 8.3), (3, 13.6), (5, 17.6), (8, 22.6), (16, 31.9)),
     values.curve,
-    "milliseconds of a step by tokens, such as 1:9.9,8:24.4, with which adaptive k weighs lengths",
+    "milliseconds of a step by tokens, such as 1:8.3,8:22.6, with which adaptive k weighs lengths",
 )
 ABLIT = Knob(
     "GLM_EXL3_ABLIT",
