@@ -23,9 +23,9 @@ MODEL = (
 )  # fmt: skip
 PAIR = ("pair.served", "pair.verify7", "gpu-tests.two")
 MORE = (
-    "full.beside", "peer.engine8", "drafting.time", "kv.heads", "full.served", "full.fused",
-    "full.verify7", "pair.step", "text.two", "verify.16", "full.steer", "kv.text", "kv.variants",
-    "text.one", "recode.nano", "drafting.pack", "edits", "peer.kernels", "kernels",
+    "full.beside", "full.ready", "peer.engine8", "drafting.time", "kv.heads", "full.served",
+    "full.fused", "full.verify7", "pair.step", "text.two", "verify.16", "full.steer", "kv.text",
+    "kv.variants", "text.one", "recode.nano", "drafting.pack", "edits", "peer.kernels", "kernels",
 )  # fmt: skip
 PLANS: Mapping[str, tuple[str, ...]] = {
     "ops": OPS, "engines": ENGINES, "model": MODEL, "pair": PAIR, "more": MORE

@@ -127,6 +127,12 @@ SERVED = (
         140, 300, 19, env=LOCAL, needs=READY, after=WARM,
     ),
     Job(
+        "full.ready",
+        python("e2e.serve", EXPECTED, "--url", "http://127.0.0.1:{port}0/v1", "--requests", "1,16",
+               "--prefill", "32768", "--limit", "420", "--", *ALONE),
+        300, 480, 19, env=LOCAL, needs=READY, after=WARM, quick=False,
+    ),
+    Job(
         "pair.served",
         python("e2e.serve", EXPECTED, "--url", "http://127.0.0.1:{port}0/v1", "--requests",
                "1,4,16", "--prefill", "32768", "--limit", "240", "--beside", " ".join(WORKER),
