@@ -20,7 +20,7 @@ DRAFTING = {
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("method", ["mtp", "dflash"])
+@pytest.mark.parametrize("method", [pytest.param("mtp", marks=pytest.mark.long), "dflash"])
 def test_drafts_are_accepted_as_often_as_in_training(run_engine: Any, method: str) -> None:
     drafted = engine("full-4bpw", speculative_config=DRAFTING[method])
     counters = run_engine(drafted, PANEL["prompts"], 96)["counters"]

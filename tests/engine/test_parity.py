@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 LENGTHS = (5, 40, 200, 600)
 
 
-@pytest.mark.parametrize("family", ["tr3", "full"])
+@pytest.mark.parametrize("family", [pytest.param("tr3", marks=pytest.mark.long), "full"])
 def test_logits_equal_transformers_on_the_dequantised_weights(
     family: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
