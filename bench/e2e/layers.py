@@ -33,7 +33,7 @@ from kernels import inputs
 
 EXPERTS, HIDDEN, WIDTH, TOP_K, SCALE, LIMIT = 288, 4096, 2048, 8, 2.5, 10.0
 ROUTED_BITS, SHARED_BITS, CODEBOOK = 3, 5, Codebook.MUL1
-INTEGERS = {INTEGER_PRODUCTS.name: "1"}
+HALVES = {INTEGER_PRODUCTS.name: "0"}
 ROUNDS = 3  # blocks of every layer per graph
 
 
@@ -49,8 +49,8 @@ class Setting:
 SETTINGS = (
     Setting("as served", {}),
     Setting("no early launch", {"GLM_EXL3_EARLY_LAUNCH": "0"}),
-    Setting("integers", INTEGERS),
-    Setting("integers, k uncut", INTEGERS, 1),
+    Setting("halves", HALVES),
+    Setting("halves, k uncut", HALVES, 1),
     Setting("k in 2", {}, 2),
     Setting("k in 4", {}, 4),
     Setting("k uncut", {}, 1),

@@ -38,6 +38,14 @@ def generator():
 
 
 @pytest.fixture(autouse=True)
+def products_of_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every kernel can; `test_integers` asks for the other ones."""
+    from glm_exl3 import envs
+
+    monkeypatch.setenv(envs.INTEGER_PRODUCTS.name, "0")
+
+
+@pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and workspaces hold NaN (and -1) before a kernel sees them, inside graphs, too."""
     for name in ("empty", "empty_like"):

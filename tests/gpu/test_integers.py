@@ -39,6 +39,17 @@ def test_dense_matrices(backend, generator, last_dim, tokens, dtype):
     assert error(backend.linear(x, matrix), linear_in_double(x, matrix)) < LINEAR_TOLERANCE
 
 
+def test_auto_is_what_was_measured_on_this_gpu(backend, generator, monkeypatch):
+    matrix, x = random_matrix(4096, 384, 48, MUL1, generator), tokens_of(1, 4096, generator)
+    found = {}
+    for setting in ("auto", "0", "1"):
+        monkeypatch.setenv(envs.INTEGER_PRODUCTS.name, setting)
+        found[setting] = backend.linear(x.float(), matrix)
+    assert not torch.equal(found["0"], found["1"])
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    assert torch.equal(found["auto"], found["1" if hopper else "0"])
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 8])
 @pytest.mark.parametrize(
     ("k", "n", "last_dim"),
