@@ -94,18 +94,16 @@ def engine(
 LONG = 131072
 LENGTHS = (2, 4, 7)
 STEP = [*decode(1, 4, 16), *profile(1)]
+EVERY = [*decode(1, 2, 4, 8, 16), *profile(1)]
 
 FULL = (
     engine(
         "full.step", "full",
         [*decode(1, 16), *profile(1, 16), *prefill(32768), *decode(2, 4, 8)], 120, 20,
     ),
-    engine("full.gate", "full", [*decode(1, 2, 4, 8, 16), *profile(1)], 75, 21, GATE),
-    engine(
-        "full.beside", "full", [*decode(1, 2, 4, 8, 16), *profile(1)], 75, 21,
-        GATE | {"GLM_EXL3_SHARED_BESIDE": "1"},
-    ),
-    engine("full.halves", "full", [*decode(1, 2, 4, 8, 16), *profile(1)], 75, 21, HALVES),
+    engine("full.gate", "full", EVERY, 75, 21, GATE),
+    engine("full.beside", "full", EVERY, 75, 21, GATE | {"GLM_EXL3_SHARED_BESIDE": "1"}),
+    engine("full.halves", "full", EVERY, 75, 21, HALVES),
     engine(
         "full.verify7", "full",
         [*verified(7, [*decode(1, 3), *profile(1)]),
@@ -120,7 +118,7 @@ FULL = (
         max_num_batched_tokens=4096, **dflash(7),
     ),
     engine(
-        "full.fused", "full", [*decode(1, 2, 4, 8, 16), *profile(1), *prefill(32768)], 90, 28,
+        "full.fused", "full", [*EVERY, *prefill(32768)], 90, 28,
         FUSED,
     ),
     engine(

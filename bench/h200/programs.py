@@ -117,28 +117,27 @@ TEXT_TWO = Job(
                        "--tiny", "{work}/tiny"), 120, 370, 29, gpus=2, env=NCCL,
     needs=("library", "tiny"), after=WARM, exclusive=False, gib=36,
 )  # fmt: skip
+
+
+def served(
+    name: str, requests: str, prefill: str, limit_s: int, command: tuple[str, ...], *,
+    expect: int, limit: int, at: int, **more: Any,
+) -> Job:  # fmt: skip
+    """A server under load over HTTP; `command` are the options and, behind --, what serves."""
+    url = "http://127.0.0.1:{port}0/v1"
+    load = ("--url", url, "--requests", requests, "--prefill", prefill, "--limit", str(limit_s))
+    more = {"env": LOCAL, "needs": READY, "after": WARM, **more}
+    return Job(name, python("e2e.serve", EXPECTED, *load, *command), expect, limit, at, **more)
+
+
 SERVED = (
     TEXT_TWO,
-    Job(
-        "full.served",
-        python("e2e.serve", EXPECTED, "--url", "http://127.0.0.1:{port}0/v1", "--requests",
-               "1,2,4,8,16", "--prefill", "8192,32768,65536,131072", "--limit", "200", "--",
-               *ALONE),
-        140, 300, 19, env=LOCAL, needs=READY, after=WARM,
-    ),
-    Job(
-        "full.ready",
-        python("e2e.serve", EXPECTED, "--url", "http://127.0.0.1:{port}0/v1", "--requests", "1,16",
-               "--prefill", "32768", "--limit", "420", "--", *ALONE),
-        300, 480, 19, env=LOCAL, needs=READY, after=WARM, quick=False,
-    ),
-    Job(
-        "pair.served",
-        python("e2e.serve", EXPECTED, "--url", "http://127.0.0.1:{port}0/v1", "--requests",
-               "1,4,16", "--prefill", "32768", "--limit", "240", "--beside", " ".join(WORKER),
-               "--", *HEAD),
-        190, 360, 35, gpus=2, env={**NCCL, **LOCAL}, needs=READY, after=WARM,
-    ),
+    served("full.served", "1,2,4,8,16", "8192,32768,65536,131072", 200, ("--", *ALONE), expect=140,
+           limit=300, at=19),
+    served("full.ready", "1,16", "32768", 420, ("--", *ALONE), expect=300, limit=480, at=19,
+           quick=False),
+    served("pair.served", "1,4,16", "32768", 240, ("--beside", " ".join(WORKER), "--", *HEAD),
+           expect=190, limit=360, at=35, env={**NCCL, **LOCAL}, gpus=2),
 )  # fmt: skip
 
 DRAFTING = ("e2e.drafting", "{work}/drafting", "--expected", EXPECTED)

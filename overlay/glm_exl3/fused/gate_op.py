@@ -24,9 +24,7 @@ class RowsGate(GateLinear):
     def forward(self, x: torch.Tensor) -> Any:
         """x [T, H] -> logits [T, E] in `out_dtype` or that of x, and no bias, as the parent."""
         logits = self._logits(x)
-        if logits is None:
-            return super().forward(x)
-        return (logits, None) if self.return_bias else logits
+        return super().forward(x) if logits is None else self._return(logits)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor | None:
         plain = self.is_unquantized and self.bias is None and not vllm_envs.VLLM_BATCH_INVARIANT

@@ -30,7 +30,7 @@ class RoutingGate(RowsGate):
             return super().forward(x)
         scale = float(partner.routed_scaling_factor)
         self.routing = route(x, self.weight, bias, partner.top_k, scale)
-        return (self.routing.logits, None) if self.return_bias else self.routing.logits
+        return self._return(self.routing.logits)
 
     def take(self, logits: torch.Tensor) -> Routing | None:
         """What was selected together with these logits, once."""

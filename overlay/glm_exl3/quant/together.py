@@ -107,10 +107,10 @@ def _is_plain_swiglu(act: Any) -> bool:
 def gated(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     """The activation of a gate/up layer, or None where it is not asked for or cannot be had."""
     limit = getattr(layer, "exl3_limit", None)
-    if limit is None or not 0 < x.numel() <= FEW_TOKENS * x.shape[-1]:
+    if limit is None or not layer.exl3.together or not 0 < x.numel() <= FEW_TOKENS * x.shape[-1]:
         return None
     terms: Sequence[Part] = layer.exl3.terms
     packed = [term.matrix for term in terms if isinstance(term.matrix, PackedMatrix)]
-    if len(terms) != 2 or len(packed) != 2 or not share(terms):
+    if len(terms) != 2 or len(packed) != 2:
         return None
     return library.parts(x, packed, limit, layer.exl3.backend)

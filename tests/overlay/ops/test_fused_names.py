@@ -17,55 +17,42 @@ def platform(capability: tuple[int, int] | None, *, cuda: bool = True) -> Any:
     return SimpleNamespace(is_cuda=lambda: cuda, get_device_capability=lambda: found)
 
 
+OPS, TOGETHER = "GLM_EXL3_FUSED_OPS", "GLM_EXL3_TOGETHER"
+NAMES = {OPS: fused_names.wanted, TOGETHER: fused_names.together}
+
+
 @pytest.mark.parametrize(
-    ("setting", "capability", "expected"),
+    ("variable", "setting", "capability", "expected"),
     [
-        (None, (9, 0), ("mhc", "kda", "dense")),
-        ("auto", (9, 0), ("mhc", "kda", "dense")),
-        ("auto,router", (9, 0), ("router", "mhc", "kda", "dense")),
-        ("mhc,auto", (9, 0), ("mhc", "kda", "dense")),
-        ("auto", (8, 0), ()),
-        ("auto", (12, 1), ()),
-        ("auto", None, ()),
-        ("mhc,router", (8, 0), ("mhc", "router")),
-        ("none", (9, 0), ()),
+        (OPS, None, (9, 0), ("mhc", "kda", "dense")),
+        (OPS, "auto", (9, 0), ("mhc", "kda", "dense")),
+        (OPS, "auto,router", (9, 0), ("router", "mhc", "kda", "dense")),
+        (OPS, "mhc,auto", (9, 0), ("mhc", "kda", "dense")),
+        (OPS, "auto", (8, 0), ()),
+        (OPS, "auto", (12, 1), ()),
+        (OPS, "auto", None, ()),
+        (OPS, "mhc,router", (8, 0), ("mhc", "router")),
+        (OPS, "none", (9, 0), ()),
+        (TOGETHER, None, (9, 0), envs.TOGETHER_NAMES),
+        (TOGETHER, "auto", (12, 1), ()),
+        (TOGETHER, "auto,parts", (8, 0), ("parts",)),
+        (TOGETHER, "dense,auto", (9, 0), ("dense", "parts", "activation", "shared")),
+        (TOGETHER, "parts", (9, 0), ("parts",)),
+        (TOGETHER, "none", (9, 0), ()),
     ],
 )
 def test_auto_is_what_was_measured_on_this_gpu(
     monkeypatch: pytest.MonkeyPatch,
+    variable: str,
     setting: str | None,
     capability: tuple[int, int] | None,
     expected: tuple[str, ...],
 ) -> None:
-    monkeypatch.delenv("GLM_EXL3_FUSED_OPS", raising=False)
+    monkeypatch.delenv(variable, raising=False)
     if setting is not None:
-        monkeypatch.setenv("GLM_EXL3_FUSED_OPS", setting)
+        monkeypatch.setenv(variable, setting)
     monkeypatch.setattr("vllm.platforms.current_platform", platform(capability))
-    assert fused_names.wanted() == expected
-
-
-@pytest.mark.parametrize(
-    ("setting", "capability", "expected"),
-    [
-        (None, (9, 0), envs.TOGETHER_NAMES),
-        ("auto", (12, 1), ()),
-        ("auto,parts", (8, 0), ("parts",)),
-        ("dense,auto", (9, 0), ("dense", "parts", "activation", "shared")),
-        ("parts", (9, 0), ("parts",)),
-        ("none", (9, 0), ()),
-    ],
-)
-def test_auto_of_shared_launches_is_what_was_measured_on_this_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-    setting: str | None,
-    capability: tuple[int, int],
-    expected: tuple[str, ...],
-) -> None:
-    monkeypatch.delenv("GLM_EXL3_TOGETHER", raising=False)
-    if setting is not None:
-        monkeypatch.setenv("GLM_EXL3_TOGETHER", setting)
-    monkeypatch.setattr("vllm.platforms.current_platform", platform(capability))
-    assert fused_names.together() == expected
+    assert NAMES[variable]() == expected
 
 
 def test_without_a_gpu_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
