@@ -52,6 +52,37 @@ def test_every_fast_rate_and_type(backend, generator, codebook, last_dim, tokens
     assert torch.equal(backend.parts(x, parts), alone(backend, x, parts))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [65, 2048, 8192])
+@pytest.mark.parametrize(
+    ("k", "widths", "rows"),
+    [(4096, (24576,), 320), (4096, (2048, 2048), 0), (4096, (1536, 512), 64), (640, (128, 384), 8)],
+)
+def test_many_tokens_have_the_bits_of_products_laid_together(
+    backend, generator, k, widths, rows, tokens, dtype
+):
+    """Written into their columns; rows of a wider output must not change the vendor's kernel."""
+    parts = matrices(k, widths, generator)
+    if rows:
+        dense = torch.randn(rows, k, device="cuda", generator=generator).to(dtype)
+        parts.append(dense / k**0.5)
+    x = tokens_of(tokens, k, generator, dtype)
+    wanted = alone(backend, x, parts)
+    assert torch.equal(backend.side_by_side(x, parts), wanted)
+    assert torch.equal(backend.parts(x, parts), wanted)
+
+
+def test_many_tokens_are_not_copied(backend, generator):
+    parts, x = matrices(640, (128, 384), generator), tokens_of(2048, 640, generator)
+    backend.side_by_side(x, parts)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        backend.side_by_side(x, parts)
+        torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages()]
+    assert names
+    assert not [name for name in names if "Cat" in name or "copy" in name or "elementwise" in name]
+
+
 def test_a_row_of_a_wider_tensor(backend, generator):
     parts = matrices(512, (128, 256), generator)
     dense = torch.randn(24, 512, device="cuda", generator=generator).bfloat16()

@@ -34,6 +34,7 @@ __all__ = [
     "parts",
     "prepare_linear",
     "prepare_moe",
+    "side_by_side",
 ]
 
 _CODES = {Codebook.INST3: 0, Codebook.MCG: 1, Codebook.MUL1: 2}
@@ -131,16 +132,23 @@ def prepare_linear(matrix: PackedMatrix) -> PackedMatrix:
     return matrix
 
 
+def streamed(matrix: PackedMatrix, tokens: int, how: Step | None = None) -> Step | None:
+    """The streaming kernel's step for so many tokens, or None where a decoded copy is multiplied;
+    `how` overrules the table."""
+    if not has_fast_kernel(matrix.trellis, matrix.codebook):
+        return None
+    how = how or _step("linear", matrix, tokens)
+    return None if how.path == tuning.DECODED or tokens > STREAMED_TOKENS else how
+
+
 def linear(x: torch.Tensor, matrix: PackedMatrix, how: Step | None = None) -> torch.Tensor:
     """x [..., k] -> [..., n] in x.dtype (fp16, bf16 or fp32); `how` overrules the table."""
     rows = x.reshape(-1, x.shape[-1])
     tokens, features = rows.shape[0], matrix.out_features
     if tokens == 0:
         return x.new_empty((*x.shape[:-1], features))
-    if not has_fast_kernel(matrix.trellis, matrix.codebook):
-        return torch.matmul(x, dequant(matrix, x.dtype))
-    how = how or _step("linear", matrix, tokens)
-    if how.path == tuning.DECODED or tokens > STREAMED_TOKENS:
+    step = streamed(matrix, tokens, how)
+    if step is None:
         return torch.matmul(x, dequant(matrix, x.dtype))
     ops = _ops()
     out = torch.empty(tokens, features, dtype=x.dtype, device=x.device)
@@ -151,7 +159,7 @@ def linear(x: torch.Tensor, matrix: PackedMatrix, how: Step | None = None) -> to
         matrix.svh,
         _CODES[matrix.codebook],
         None,
-        how.split_k,
+        step.split_k,
         _linear_counters(matrix),
         _scratch(x.device, ops.linear_decode_workspace(tokens, rows.shape[1], features)),
         out,
@@ -166,6 +174,15 @@ def parts(
     from glm_exl3.ops import cuda_parts
 
     return cuda_parts.parts(x, matrices, limit)
+
+
+def side_by_side(
+    x: torch.Tensor, matrices: Sequence[PackedMatrix | torch.Tensor], own_rows: bool = False
+) -> torch.Tensor:
+    """x [..., k] -> [..., sum of n], one matrix after the other; see `cuda_parts.side_by_side`."""
+    from glm_exl3.ops import cuda_parts
+
+    return cuda_parts.side_by_side(x, matrices, own_rows)
 
 
 def prepare_moe(w13: Exl3Stack, w2: Exl3Stack) -> tuple[Exl3Stack, Exl3Stack]:

@@ -2,7 +2,8 @@
 
 The launch writes every product into its columns of one output, so nothing is laid together
 afterwards. A packed part has the bits of its own `linear`; dense rows are summed in fp32 in another
-order than the vendor's product. What the kernel does not take is multiplied apart.
+order than the vendor's product. What the kernel does not take is multiplied apart, and where all of
+it is the vendor's product, that too goes straight into its columns.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from glm_exl3.ops import cuda_backend, reference, tuning
+from glm_exl3.ops import cuda_backend, dense_rows, reference, tuning
 from glm_exl3.ops.matrix import PackedMatrix
 from glm_exl3.ref.linear import exl3_parts_apart
 
 FEW_TOKENS = 8  # kPartsTokens of the kernel
 MOST_PARTS = 4  # kMostParts
 STORED = 4  # numbers that the kernel stores at once, so columns and rows start at multiples
+ALIGNED_BYTES = 16  # where the vendor's product needs an output's rows to start for its best kernel
 
 
 def parts(
@@ -29,9 +31,12 @@ def parts(
     A `limit` (infinity: no clamp) asks for the clamped SwiGLU of two packed matrices, gate and up,
     in place of both: [..., n].
     """
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    rows = x.reshape(-1, x.shape[-1])
     if not 0 < rows.shape[0] <= FEW_TOKENS or not takes(matrices, x.dtype, gated=limit is not None):
+        if limit is None:
+            return side_by_side(x, matrices)
         return exl3_parts_apart([_alone(x, matrix) for matrix in matrices], limit)
+    rows = rows.contiguous()
     if rows.data_ptr() % 16:  # a row of some wider tensor
         rows = rows.clone()
     widths = [_width(matrix) for matrix in matrices]
@@ -40,6 +45,33 @@ def parts(
     for launch in _launches(matrices, widths):
         launch.run(rows, out, limit)
     return out.reshape(*x.shape[:-1], width)
+
+
+def side_by_side(
+    x: torch.Tensor, matrices: Sequence[PackedMatrix | torch.Tensor], own_rows: bool = False
+) -> torch.Tensor:
+    """x [..., k] -> every product by itself, side by side [..., sum of n] in x.dtype.
+
+    With `own_rows` few tokens of a dense matrix are `dense_rows`'. The bits are those of the
+    products laid together afterwards, which is done unless the vendor multiplies all of them.
+    """
+    rows, widths = x.reshape(-1, x.shape[-1]), [_width(matrix) for matrix in matrices]
+    aligned = all(width * x.element_size() % ALIGNED_BYTES == 0 for width in widths)
+    if not aligned or not all(_by_vendor(rows, matrix, own_rows) for matrix in matrices):
+        return exl3_parts_apart([_alone(x, matrix, own_rows) for matrix in matrices])
+    out = torch.empty(rows.shape[0], sum(widths), dtype=x.dtype, device=x.device)
+    for matrix, columns in zip(matrices, out.split(widths, dim=1), strict=True):
+        if isinstance(matrix, torch.Tensor):
+            torch.mm(rows, matrix.t(), out=columns)
+        else:
+            torch.mm(rows, cuda_backend.dequant(matrix, x.dtype), out=columns)
+    return out.reshape(*x.shape[:-1], sum(widths))
+
+
+def _by_vendor(rows: torch.Tensor, matrix: PackedMatrix | torch.Tensor, own_rows: bool) -> bool:
+    if isinstance(matrix, torch.Tensor):
+        return not (own_rows and dense_rows.can_serve(rows, matrix))
+    return cuda_backend.streamed(matrix, rows.shape[0]) is None
 
 
 def takes(
@@ -66,9 +98,11 @@ def takes(
     )
 
 
-def _alone(x: torch.Tensor, matrix: PackedMatrix | torch.Tensor) -> torch.Tensor:
+def _alone(
+    x: torch.Tensor, matrix: PackedMatrix | torch.Tensor, own_rows: bool = False
+) -> torch.Tensor:
     if isinstance(matrix, torch.Tensor):
-        return reference.dense_linear(x, matrix)
+        return dense_rows.linear(x, matrix) if own_rows else reference.dense_linear(x, matrix)
     return cuda_backend.linear(x, matrix)
 
 

@@ -29,6 +29,10 @@ _LIBRARY.define(
     "exl3_parts(Tensor x, Tensor[] tensors, str[] kinds, float? limit, str backend) -> Tensor"
 )
 _LIBRARY.define(
+    "exl3_side_by_side(Tensor x, Tensor[] tensors, str[] kinds, bool own_rows, str backend)"
+    " -> Tensor"
+)
+_LIBRARY.define(
     "exl3_dequant(Tensor trellis, Tensor suh, Tensor svh, str codebook, ScalarType dtype,"
     " str backend) -> Tensor"
 )
@@ -67,7 +71,7 @@ def _linear_fake(
 
 
 def _matrices(tensors: Sequence[torch.Tensor], kinds: Sequence[str]) -> list[Matrix]:
-    """The matrices of `exl3_parts`: three tensors of a packed one, one of a dense one."""
+    """The matrices of `_flat`: three tensors of a packed one, one of a dense one."""
     rest, found = iter(tensors), list[Matrix]()
     for kind in kinds:
         first = next(rest)
@@ -76,6 +80,23 @@ def _matrices(tensors: Sequence[torch.Tensor], kinds: Sequence[str]) -> list[Mat
         else:
             found.append(PackedMatrix(first, next(rest), next(rest), Codebook(kind)))
     return found
+
+
+def _widths(tensors: Sequence[torch.Tensor], kinds: Sequence[str]) -> list[int]:
+    return [
+        m.shape[0] if isinstance(m, torch.Tensor) else m.out_features
+        for m in _matrices(tensors, kinds)
+    ]
+
+
+def _flat(matrices: Sequence[Matrix]) -> tuple[list[torch.Tensor], list[str]]:
+    """Tensors and kinds of matrices, as an operation's schema takes them."""
+    tensors, kinds = list[torch.Tensor](), list[str]()
+    for matrix in matrices:
+        dense = isinstance(matrix, torch.Tensor)
+        tensors += [matrix] if dense else [matrix.trellis, matrix.suh, matrix.svh]
+        kinds.append(DENSE if dense else matrix.codebook.value)
+    return tensors, kinds
 
 
 def _parts(
@@ -97,11 +118,22 @@ def _parts_fake(
     limit: float | None,
     backend: str,
 ) -> torch.Tensor:
-    widths = [
-        m.shape[0] if isinstance(m, torch.Tensor) else m.out_features
-        for m in _matrices(tensors, kinds)
-    ]
+    widths = _widths(tensors, kinds)
     return x.new_empty((*x.shape[:-1], sum(widths) if limit is None else widths[0]))
+
+
+def _side_by_side(
+    x: torch.Tensor, tensors: list[torch.Tensor], kinds: list[str], own_rows: bool, backend: str
+) -> torch.Tensor:
+    module = table.row(backend).load()
+    result: torch.Tensor = module.side_by_side(x, _matrices(tensors, kinds), own_rows)
+    return result
+
+
+def _side_by_side_fake(
+    x: torch.Tensor, tensors: list[torch.Tensor], kinds: list[str], own_rows: bool, backend: str
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], sum(_widths(tensors, kinds))))
 
 
 def _dequant(
@@ -178,6 +210,7 @@ def _moe_fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
 for _name, _run, _fake in (
     ("exl3_linear", _linear, _linear_fake),
     ("exl3_parts", _parts, _parts_fake),
+    ("exl3_side_by_side", _side_by_side, _side_by_side_fake),
     ("exl3_dequant", _dequant, _dequant_fake),
     ("had128", _had128, _had128_fake),
     ("exl3_encode", _encode, _encode_fake),
@@ -202,13 +235,20 @@ def parts(
 
     With a `limit` (infinity: no clamp) the two are gate and up and it gives their clamped SwiGLU.
     """
-    tensors: list[torch.Tensor] = []
-    kinds: list[str] = []
-    for matrix in matrices:
-        dense = isinstance(matrix, torch.Tensor)
-        tensors += [matrix] if dense else [matrix.trellis, matrix.suh, matrix.svh]
-        kinds.append(DENSE if dense else matrix.codebook.value)
-    result: torch.Tensor = torch.ops.glm_exl3.exl3_parts(x, tensors, kinds, limit, backend)
+    result: torch.Tensor = torch.ops.glm_exl3.exl3_parts(x, *_flat(matrices), limit, backend)
+    return result
+
+
+def side_by_side(
+    x: torch.Tensor, matrices: Sequence[Matrix], own_rows: bool, backend: str
+) -> torch.Tensor:
+    """x [..., k] -> the separate products side by side in x.dtype through one operation.
+
+    With `own_rows` few tokens of a dense matrix are `dense_rows`' where the back end has kernels.
+    """
+    result: torch.Tensor = torch.ops.glm_exl3.exl3_side_by_side(
+        x, *_flat(matrices), own_rows, backend
+    )
     return result
 
 

@@ -41,6 +41,13 @@ def parts(
     return exl3_parts_apart(products, limit)
 
 
+def side_by_side(
+    x: torch.Tensor, matrices: Sequence[PackedMatrix | torch.Tensor], own_rows: bool = False
+) -> torch.Tensor:
+    """The products side by side; dense ones are torch's whatever `own_rows` says."""
+    return parts(x, matrices)
+
+
 def moe(
     x: torch.Tensor,
     topk_ids: torch.Tensor,

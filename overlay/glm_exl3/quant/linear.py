@@ -47,15 +47,22 @@ class LoadedLinear:
     backend: str
     together: bool = False  # by one operation; see `quant.together`
     own_rows: bool = False  # dense terms by `ops.dense_rows`
+    alike: bool = False  # see `quant.together`
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., k] -> [..., sum of widths] in x.dtype."""
-        if self.together and x.shape[-1] == self.terms[0].inputs:
-            y = library.parts(x, [term.matrix for term in self.terms], None, self.backend)
-            return y if bias is None else y + bias
-        outputs = self.products(x)
-        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        y = self._apply(x)
         return y if bias is None else y + bias
+
+    def _apply(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] == self.terms[0].inputs:
+            matrices = [term.matrix for term in self.terms]
+            if self.together:
+                return library.parts(x, matrices, None, self.backend)
+            if self.alike:
+                return library.side_by_side(x, matrices, self.own_rows, self.backend)
+        outputs = self.products(x)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def products(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The output of every term apart, in order: what `apply` lays side by side."""
@@ -100,7 +107,9 @@ def finish_linear(
         else:
             joined[-1] = merged
     prepared = tuple(_prepared(term, row) for term in joined)
-    return LoadedLinear(prepared, row.name, together.share(prepared, prefix), dense_rows.in_use())
+    alike = together.alike(prepared) and all(term.wide is None for term in prepared)
+    joint = together.share(prepared, prefix)
+    return LoadedLinear(prepared, row.name, joint, dense_rows.in_use(), alike)
 
 
 def _prepared(term: Term, row: table.BackendRow) -> Term:

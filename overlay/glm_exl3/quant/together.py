@@ -44,11 +44,15 @@ def share(terms: Sequence[Part], prefix: str = "") -> bool:
     """
     names = fused_names.together()
     dense = [isinstance(term.matrix, torch.Tensor) for term in terms]
-    if len(terms) < 2 or "parts" not in names or all(dense) or _left_out(prefix):
+    if "parts" not in names or all(dense) or _left_out(prefix):
         return False
-    if any(dense) and "dense" not in names:
-        return False
-    return len({term.inputs for term in terms}) == 1 and all(_whole(term) for term in terms)
+    return alike(terms) and ("dense" in names or not any(dense))
+
+
+def alike(terms: Sequence[Part]) -> bool:
+    """Whether there are several, which read the same inputs and keep all of their outputs."""
+    same = len({term.inputs for term in terms}) == 1
+    return len(terms) > 1 and same and all(_whole(term) for term in terms)
 
 
 def _left_out(prefix: str) -> bool:

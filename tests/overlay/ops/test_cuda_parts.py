@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from glm_exl3.format.layout import Codebook
-from glm_exl3.ops import cuda_backend, reference, tuning
+from glm_exl3.ops import cuda_backend, dense_rows, reference, tuning
 from glm_exl3.ops.matrix import PackedMatrix
 from glm_exl3.ops.tuning import Step
+from glm_exl3.ref.linear import exl3_parts_apart
 
 MCG, MUL1 = Codebook.MCG, Codebook.MUL1
 
@@ -34,9 +35,24 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     monkeypatch.setattr(cuda_backend, "_ops", lambda: ops)
     monkeypatch.setattr(cuda_backend, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(cuda_backend, "_zeroed_counters", lambda *a: torch.zeros(1))
-    monkeypatch.setattr(cuda_backend, "linear", reference.linear)
+    monkeypatch.setattr(cuda_backend, "linear", linear)
+    monkeypatch.setattr(cuda_backend, "dequant", reference.dequant)
     monkeypatch.setattr(tuning, "plan", lambda *a: (Step("streamed", 8, 4), Step("decoded")))
     return found
+
+
+def linear(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
+    """The back end's, with the reference in place of the streaming kernel."""
+    if cuda_backend.streamed(matrix, x.numel() // x.shape[-1]) is None:
+        return torch.matmul(x, reference.dequant(matrix, x.dtype))
+    return reference.linear(x, matrix)
+
+
+def random_matrix(n: int, last_dim: int = 64) -> PackedMatrix:
+    random = torch.Generator().manual_seed(n)
+    bits = torch.randint(-(2**15), 2**15, (8, n // 16, last_dim), generator=random)
+    scales = torch.randn(n, generator=random).half()
+    return PackedMatrix(bits.to(torch.int16), torch.ones(128).half(), scales, MUL1)
 
 
 def matrix(n: int, last_dim: int = 64, codebook: Codebook = MCG) -> PackedMatrix:
@@ -104,7 +120,68 @@ def test_what_the_kernel_does_not_take_is_multiplied_apart(launches, count, part
     x = tokens(count).to(dtypes[0])
     found = cuda_backend.parts(x, parts, limit)
     assert launches == []
-    assert torch.equal(found, reference.parts(x, parts, limit))
+    assert torch.equal(found, exl3_parts_apart(each(x, parts), limit))
+
+
+def each(x, parts):
+    return [x @ p.t() if isinstance(p, torch.Tensor) else linear(x, p) for p in parts]
+
+
+@pytest.fixture
+def laid_together(monkeypatch):
+    """How many products every `torch.cat` was given."""
+    found, cat = [], torch.cat
+
+    def counted(tensors, *args, **kwargs):
+        found.append(len(tensors))
+        return cat(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "cat", counted)
+    return found
+
+
+@pytest.mark.parametrize("lead", [(9,), (65,), (2, 40)])
+@pytest.mark.parametrize("call", [cuda_backend.parts, cuda_backend.side_by_side])
+def test_many_tokens_go_straight_into_their_columns(launches, laid_together, call, lead):
+    dense = torch.randn(24, 128).bfloat16()
+    parts, x = [random_matrix(256), dense, random_matrix(128, 80)], torch.randn(*lead, 128)
+    x = x.bfloat16()
+    wanted = torch.cat(each(x, parts), dim=-1)
+    laid_together.clear()
+    found = call(x, parts)
+    assert torch.equal(found, wanted)
+    assert found.is_contiguous()
+    assert launches == laid_together == []
+
+
+@pytest.mark.parametrize(("count", "rows"), [(8, 24), (0, 24), (65, 6)])
+def test_streamed_or_unaligned_products_are_laid_together(launches, laid_together, count, rows):
+    """Few tokens, or a width that would cost the vendor its best kernel."""
+    parts = [random_matrix(256), torch.randn(rows, 128).bfloat16()]
+    x = torch.randn(count, 128).bfloat16()
+    wanted = torch.cat(each(x, parts), dim=-1)
+    laid_together.clear()
+    assert torch.equal(cuda_backend.side_by_side(x, parts), wanted)
+    assert laid_together == [2]
+    assert launches == []
+
+
+def test_rows_of_its_own_stay_where_they_can_be_served(launches, monkeypatch):
+    """`dense_rows` decides by the number of tokens; a part that it takes is laid beside."""
+    asked = []
+
+    def served(x, weight):
+        asked.append(x.shape[0])
+        return x @ weight.t()
+
+    monkeypatch.setattr(dense_rows, "can_serve", lambda x, weight: x.shape[0] <= 16)
+    monkeypatch.setattr(dense_rows, "linear", served)
+    parts = [random_matrix(256), torch.randn(24, 128).bfloat16()]
+    for count in (1, 16, 17):
+        x = torch.randn(count, 128).bfloat16()
+        wanted = torch.cat(each(x, parts), dim=-1)
+        assert torch.equal(cuda_backend.side_by_side(x, parts, own_rows=True), wanted)
+    assert asked == [1, 16]
 
 
 def test_no_tokens(launches):

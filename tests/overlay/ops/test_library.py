@@ -49,6 +49,21 @@ def test_linear_op_and_fake(dtype: torch.dtype, lead: tuple[int, ...]) -> None:
     assert y.dtype == dtype
 
 
+@pytest.mark.parametrize("own_rows", [False, True])
+@pytest.mark.parametrize("lead", [(0,), (1,), (2, 3)])
+def test_side_by_side_op_and_fake(lead: tuple[int, ...], own_rows: bool) -> None:
+    m, dense = matrix(), torch.randn(24, 128)
+    x = torch.randn(*lead, 128)
+    tensors, kinds = [dense, m.trellis, m.suh, m.svh], ["dense", m.codebook.value]
+    torch.library.opcheck(
+        torch.ops.glm_exl3.exl3_side_by_side.default,
+        (x, tensors, kinds, own_rows, "reference"),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    y = library.side_by_side(x, [dense, m], own_rows, "reference")
+    assert torch.equal(y, torch.cat([x @ dense.t(), library.linear(x, m, "reference")], dim=-1))
+
+
 def test_dequant_op_and_fake() -> None:
     m = matrix()
     arguments = (m.trellis, m.suh, m.svh, m.codebook.value, torch.bfloat16, "reference")

@@ -91,6 +91,22 @@ def test_parts_together_have_the_bits_of_parts_apart(count, mlp, limits):
     assert limits == [None]
 
 
+@pytest.mark.parametrize("count", [1, 70])
+def test_parts_apart_are_one_operation_too(count, mlp, limits, monkeypatch):
+    """So that the back end may write every product into its columns."""
+    calls, real = [], library.side_by_side
+
+    def side_by_side(x, matrices, own_rows, backend):
+        calls.append((len(matrices), own_rows, backend))
+        return real(x, matrices, own_rows, backend)
+
+    monkeypatch.setattr(library, "side_by_side", side_by_side)
+    layer, x = mlp("none").gate_up_proj, tokens(count)
+    assert torch.equal(layer(x)[0], torch.cat(layer.exl3.products(x), dim=-1))
+    assert calls == [(2, False, "reference")]
+    assert limits == []
+
+
 @pytest.mark.parametrize("count", [1, 8])
 def test_few_tokens_leave_gate_and_up_activated(count, mlp, limits):
     apart, joined = mlp("none"), mlp("parts,activation")
@@ -138,6 +154,14 @@ def test_what_may_share(monkeypatch, packed):
     assert not together.share((dense, dense))
     assert not together.share((one, replace(two, width=100)))
     assert not together.share((one, replace(dense, inputs=120)))
+
+
+def test_what_is_alike(packed):
+    one, dense = Term(packed(128, 256).matrix, 256, 128), Term(torch.zeros(24, 128), 24, 128)
+    assert together.alike((one, one))
+    assert together.alike((one, dense))
+    for terms in ((one,), (one, replace(one, width=200)), (one, replace(dense, inputs=120))):
+        assert not together.alike(terms)
 
 
 def test_activations_with_factors_are_left_alone():
