@@ -47,15 +47,29 @@ class PackedLinearAttention(Glm5NextLinearAttention):
         object.__setattr__(self, "_exl3_config", exl3_config(vllm_config))
         super().__init__(config=config, vllm_config=vllm_config, prefix=prefix)
         self._fused_step: Callable[..., torch.Tensor | None] | None = None
+        self._fused_prefill: Callable[..., bool] | None = None
         if "kda" in installed():
-            from glm_exl3.fused import kda_step
+            from glm_exl3.fused import kda_prefill, kda_step
 
-            self._fused_step = kda_step.step
+            self._fused_step, self._fused_prefill = kda_step.step, kda_prefill.attend
 
     def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Attention output `[T, H]`; a plain decode step may take the fused way."""
         output = None if self._fused_step is None else self._fused_step(self, hidden_states)
         return super().forward(hidden_states, positions) if output is None else output
+
+    def _forward(
+        self,
+        qkv_proj_states: torch.Tensor,
+        g1: torch.Tensor,
+        beta: torch.Tensor,
+        core_attn_out: torch.Tensor,
+    ) -> None:
+        """Attention between projections and norm, written into `core_attn_out`; a long prefill may
+        take the fused way. The parent's method brings its own break of graph capture."""
+        step = (qkv_proj_states, g1, beta, core_attn_out)
+        if self._fused_prefill is None or not self._fused_prefill(self, *step):
+            super()._forward(*step)
 
     @property
     def quant_config(self) -> Any:
