@@ -19,10 +19,6 @@ constexpr int moe_split(int tokens, int intermediate, int wanted) {
     return wanted > 0 ? (wanted < 16 ? wanted : 16) : tokens <= 16 && intermediate > 1024 ? 1 : 2;
 }
 
-// Whether the MoE decode kernels rotate inputs in a launch of their own, part by part as a block would, with the
-// same bits: not where too few blocks repeat it.
-constexpr bool rotates_before(int tokens, int split) { return tokens * split >= 4; }
-
 // One packed matrix family: `experts` matrices of k x n, `parts` of them side by side (2 for
 // gate/up), trellis [experts, parts, k/16, n/16, 16K], suh [experts, parts, k], svh [.., n].
 struct Packed {

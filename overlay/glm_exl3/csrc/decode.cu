@@ -31,7 +31,7 @@ int64_t moe_decode_workspace_bytes(int tokens, int top_k, int hidden, int interm
     const int split = moe_split(tokens, intermediate, split_k);
     return aligned(pairs * (intermediate / 128) * 4) + aligned(pairs * intermediate * 2) +
            aligned(pairs * hidden * split * 4) +
-           (rotates_before(tokens, split) ? aligned(pairs * hidden * 4) + aligned(pairs * split * 8) : 0) +
+           aligned(pairs * hidden * 4) + aligned(pairs * split * 8) +
            pairs * intermediate * 2 * split * 4;
 }
 

@@ -50,18 +50,6 @@ __device__ __forceinline__ void hadamard128(Quad (&q)[Batch], int lane) {
     }
 }
 
-__device__ __forceinline__ float warp_max(float value) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-        value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, step));
-    }
-    return value;
-}
-
-__device__ __forceinline__ float largest(const Quad& q) {
-    return fmaxf(fmaxf(fabsf(q.v[0]), fabsf(q.v[1])), fmaxf(fabsf(q.v[2]), fabsf(q.v[3])));
-}
-
 // Power of two that brings a largest magnitude of `bound` to [2^(target-1), 2^target]; 1 for zero.
 __device__ __forceinline__ float power_of_two_scale(float bound, int target) {
     if (!(bound > 0.0f) || !(bound < 3.0e38f)) return 1.0f;

@@ -123,11 +123,9 @@ inline DecodeScratch carve(const MoeArguments& a) {
     s.intermediate = reinterpret_cast<__half*>(take(pairs * intermediate * 2));
     const int split = moe_split(a.tokens, a.w13.n, a.split_k);
     s.down_parts = reinterpret_cast<float*>(take(pairs * hidden * split * 4));
-    if (rotates_before(a.tokens, split)) {
-        const int64_t lines = pairs * (a.same_suh ? 1 : 2);
-        s.rotated = reinterpret_cast<__half*>(take(lines * hidden * 2));
-        s.rotated_scale = reinterpret_cast<float*>(take(lines * split * 4));
-    }
+    const int64_t lines = pairs * (a.same_suh ? 1 : 2);
+    s.rotated = reinterpret_cast<__half*>(take(lines * hidden * 2));
+    s.rotated_scale = reinterpret_cast<float*>(take(lines * split * 4));
     s.gate_parts = reinterpret_cast<float*>(at);
     return s;
 }
@@ -165,17 +163,12 @@ int launch_gate_up(const MoeArguments& a, cudaStream_t stream) {
     const dim3 grid(a.w13.n / 128, a.tokens * a.top_k, parts.count);
     const int bytes = spread_bytes(std::max(Work::kRingBytes + cap * row_bytes, Work::kReduceBytes), grid);
     const DecodeScratch scratch = carve(a);
-    if (!rotates_before(a.tokens, split)) {
-        // Not early: among the last blocks of the call before, these would spread unevenly.
-        return launch_as(true, moe_gate_up<K, C, Products, false>, grid, bytes, stream, false, a, scratch, parts.count,
-                      parts.size, cap);
-    }
     const dim3 lines(a.tokens * a.top_k, a.same_suh ? 1 : 2, parts.count);
     if (const int error =
             launch_as(true, moe_rotate<typename Work::Rows>, lines, 0, stream, true, a, scratch, parts.size)) {
         return error;
     }
-    return launch_as(true, moe_gate_up<K, C, Products, true>, grid, bytes, stream, true, a, scratch, parts.count,
+    return launch_as(true, moe_gate_up<K, C, Products>, grid, bytes, stream, true, a, scratch, parts.count,
                   parts.size, cap);
 }
 

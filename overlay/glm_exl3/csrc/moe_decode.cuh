@@ -1,9 +1,9 @@
-// Routed experts for a few tokens in two launches: gate/up with the activation, down with the sum
-// over experts.
+// Routed experts for a few tokens: their inputs rotated (`rotate_decode.cuh`), gate/up with the activation, down with
+// the sum over experts.
 //
 // A block owns one expert and 128 columns. Blocks are numbered by token-expert pair; the pair that
 // is first of its expert (or starts its next group of rows) gathers the others, the rest leave, so
-// no table and no third launch is needed. Nothing waits: where several blocks share an output
+// no table is needed. Nothing waits: where several blocks share an output
 // (split k, the sum over a token's experts) each adds to a counter after its stores are visible and
 // the last one to arrive reads all parts in a fixed order and resets the counter. At most 32 experts per
 // token.
@@ -20,7 +20,7 @@ struct DecodeScratch {
     float* intermediate_scale;  // [pairs, I/128]
     __half* intermediate;  // [pairs, I], as `HalfRows` orders sixteen
     float* down_parts;     // [pairs, split, H]
-    __half* rotated;       // [inputs, pairs, H], as the product's rows order sixteen, where rotated beforehand
+    __half* rotated;       // [inputs, pairs, H], as the product's rows order sixteen
     float* rotated_scale;  // [inputs, pairs, split], powers of two
     float* gate_parts;     // [pairs, I/128, split, 256]
 };
@@ -130,28 +130,22 @@ __device__ __forceinline__ float clamped_swiglu(float gate, float up, float limi
     return gate / (1.0f + __expf(-gate)) * up;
 }
 
-template <int K, Codebook C, int Products, bool Rotated>
+template <int K, Codebook C, int Products>
 __global__ void __launch_bounds__(kThreads, 4)
 moe_gate_up(const MoeArguments a, const DecodeScratch scratch, int split, int k_part, int cap) {
     using Work = StreamOf<K, C, 1, 2, Products>;
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ RowGroup<Work::kRows> group;
     __shared__ float scales[2 * Work::kRows];
-    __shared__ unsigned bounds[2 * Work::kRows];
     __shared__ int flag;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int block = blockIdx.x, pair = blockIdx.y, part = blockIdx.z;
 
-    // The kernels after this one read the routing before they wait, so they may start only once it is there.
-    if constexpr (!Rotated) {
-        if (threadIdx.x < 2 * Work::kRows) bounds[threadIdx.x] = 0;
-        wait_for_previous_kernel();
-    }
     allow_next_kernel();
     const int64_t id = expert_of(a, pair);
     const int expert = local_expert(a, id);
     if (expert < 0) {
-        if constexpr (Rotated) wait_for_previous_kernel();
+        wait_for_previous_kernel();
         return;
     }
     const int rows = gather_rows(a, pair, id, cap, group, warp, lane);
@@ -173,38 +167,23 @@ moe_gate_up(const MoeArguments a, const DecodeScratch scratch, int split, int k_
     Work::prefetch(copier, stages);
     __syncthreads();
 
+    wait_for_previous_kernel();
     const int inputs = a.same_suh ? 1 : 2;
+    const int64_t pairs = static_cast<int64_t>(a.tokens) * a.top_k;
     for (int input = 0; input < inputs; ++input) {
         __half* to = activations + input * rows * k_size;
-        if constexpr (Rotated) {
-            if (input == 0) wait_for_previous_kernel();
-            const int64_t pairs = static_cast<int64_t>(a.tokens) * a.top_k;
-            for (int row = 0; row < rows; ++row) {
-                const int64_t line = input * pairs + group.pair[row];
-                if (threadIdx.x == 0) scales[input * rows + row] = __ldcg(scratch.rotated_scale + line * split + part);
-                const __half* from = scratch.rotated + line * a.w13.k + k_begin;
-                for (int chunk = threadIdx.x; chunk < k_size / 8; chunk += kThreads) {
-                    copy_async_16(shared_address(to + ((chunk >> 1) * rows + row) * 16 + (chunk & 1) * 8),
-                                  from + chunk * 8);
-                }
-            }
-        } else {
-            const __half* suh = static_cast<const __half*>(a.w13.suh) +
-                                (static_cast<int64_t>(expert) * inputs + input) * a.w13.k + k_begin;
-            const auto source = row_source(
-                a.x, static_cast<Type>(a.x_type),
-                [&](int row) { return static_cast<int64_t>(group.pair[row] / a.top_k) * a.w13.k + k_begin; },
-                suh, k_size, rows);
-            rotate_rows<typename Work::Rows>(source, bounds + input * rows, to, rows, 0, warp, lane);
-            if (threadIdx.x < rows) {
-                scales[input * rows + threadIdx.x] = row_scale(bounds[input * rows + threadIdx.x]);
+        for (int row = 0; row < rows; ++row) {
+            const int64_t line = input * pairs + group.pair[row];
+            if (threadIdx.x == 0) scales[input * rows + row] = __ldcg(scratch.rotated_scale + line * split + part);
+            const __half* from = scratch.rotated + line * a.w13.k + k_begin;
+            for (int chunk = threadIdx.x; chunk < k_size / 8; chunk += kThreads) {
+                copy_async_16(shared_address(to + ((chunk >> 1) * rows + row) * 16 + (chunk & 1) * 8),
+                              from + chunk * 8);
             }
         }
     }
-    if constexpr (Rotated) {
-        copy_async_commit();
-        copy_async_wait<0>();
-    }
+    copy_async_commit();
+    copy_async_wait<0>();
     __syncthreads();
 
     Work work;

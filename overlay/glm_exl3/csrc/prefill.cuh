@@ -80,6 +80,16 @@ __device__ __forceinline__ void store_swizzled(__half* target, int64_t rows, int
     store_quad(target, Type::kHalf, at, q);
 }
 
+// The same for a lane's eight columns, the first a multiple of eight.
+__device__ __forceinline__ void store_swizzled_eight(__half* target, int64_t rows, int64_t row, int in_tile, int column,
+                                                     const Quad& low, const Quad& high) {
+    __half2 eight[4] = {__floats2half2_rn(low.v[0], low.v[1]), __floats2half2_rn(low.v[2], low.v[3]),
+                        __floats2half2_rn(high.v[0], high.v[1]), __floats2half2_rn(high.v[2], high.v[3])};
+    const int chunk = ((column & 63) >> 3) ^ (in_tile & 7);
+    *reinterpret_cast<uint4*>(target + ((column >> 6) * rows + row) * 64 + chunk * 8) =
+        *reinterpret_cast<uint4*>(eight);
+}
+
 // The same with every number twice, for weights that come as two halves: within sixteen columns first the
 // even ones of the lower eight, then the odd ones, then those of the upper eight.
 __device__ __forceinline__ void store_doubled(__half* target, int64_t rows, int64_t row, int in_tile,

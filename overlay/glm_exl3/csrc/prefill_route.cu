@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "prefill.cuh"
+#include "rotate_wide.cuh"
 
 namespace exl3 {
 
@@ -69,19 +70,18 @@ __global__ void __launch_bounds__(kMaxExperts) route_kernel(const MoeArguments a
 // A power of two per expert that keeps the rotated down input inside half range whatever the tokens.
 __global__ void __launch_bounds__(kThreads) down_scale_kernel(const MoeArguments a,
                                                              const PrefillScratch s) {
-    __shared__ float bounds[kWarps];
+    __shared__ unsigned bounds[kWarps];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const __half* suh = static_cast<const __half*>(a.w2.suh) +
                         static_cast<int64_t>(blockIdx.x) * a.w2.k;
-    float bound = 0.0f;
-    for (int at = threadIdx.x * 4; at < a.w2.k; at += kThreads * 4) {
-        bound = fmaxf(bound, largest(load_quad(suh + at)));
-    }
-    bound = warp_max(bound);
-    if (lane == 0) bounds[warp] = bound;
+    unsigned bits = 0;
+    for (int at = threadIdx.x * 4; at < a.w2.k; at += kThreads * 4) bits = max(bits, largest_bits(load_quad(suh + at)));
+    bits = __reduce_max_sync(kFullWarp, bits);
+    if (lane == 0) bounds[warp] = bits;
     __syncthreads();
     if (threadIdx.x != 0) return;
-    for (int w = 1; w < kWarps; ++w) bound = fmaxf(bound, bounds[w]);
+    for (int w = 1; w < kWarps; ++w) bits = max(bits, bounds[w]);
+    const float bound = __uint_as_float(bits);
     const float limit = a.limit < 64.0f ? a.limit * a.limit : kUnlimitedActivation;
     s.down_scale[blockIdx.x] = power_of_two_scale(bound * limit, 12);
 }
@@ -90,22 +90,28 @@ __global__ void __launch_bounds__(kThreads) down_scale_kernel(const MoeArguments
 __global__ void __launch_bounds__(kThreads, 5)
 rotate_pairs_kernel(const MoeArguments a, const PrefillScratch s) {
     __shared__ unsigned bound;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int pair = s.row_pair[blockIdx.x], expert = s.row_expert[blockIdx.x];
     const int inputs = gridDim.y, hidden = a.w13.k;
     const __half* suh = static_cast<const __half*>(a.w13.suh) +
                         (static_cast<int64_t>(expert) * inputs + blockIdx.y) * hidden;
-    const int64_t index = static_cast<int64_t>(pair / a.top_k) * hidden;
-    const auto source =
-        row_source(a.x, static_cast<Type>(a.x_type), [=](int) { return index; }, suh, hidden, 1);
+    const WideRow row = {a.x, static_cast<Type>(a.x_type), static_cast<int64_t>(pair / a.top_k) * hidden, suh, hidden};
     if (threadIdx.x == 0) bound = 0;
     __syncthreads();
     const int64_t first = static_cast<int64_t>(blockIdx.y) * gridDim.x;
     const bool doubled = takes_doubled(a.w13, s);
     __half* input = s.rotated + first * hidden * (doubled ? 2 : 1);
     const int in_tile = blockIdx.x - s.expert_first[expert];
-    rotate_each(source, &bound, warp, lane, [&](int, int at, const Quad& q) {
-        store_input(input, doubled, gridDim.x, blockIdx.x, in_tile, at, q);
+    rotate_wide(row, &bound, threadIdx.x, [&](int at, const Quad (&q)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const int column = at + wide_place(i);
+            if (doubled) {
+                store_doubled(input, gridDim.x, blockIdx.x, in_tile, column, q[i]);
+                store_doubled(input, gridDim.x, blockIdx.x, in_tile, column + 4, q[i + 1]);
+            } else {
+                store_swizzled_eight(input, gridDim.x, blockIdx.x, in_tile, column, q[i], q[i + 1]);
+            }
+        }
     });
     if (threadIdx.x == 0) s.row_scale[first + blockIdx.x] = reciprocal_of_power(row_scale(bound));
 }

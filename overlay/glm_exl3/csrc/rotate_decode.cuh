@@ -35,6 +35,7 @@ moe_rotate(const MoeArguments a, const DecodeScratch scratch, int k_part) {
     __shared__ unsigned bound;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = blockIdx.x, part = blockIdx.z;
     if (threadIdx.x == 0) bound = 0;
+    // The kernels after this one read the routing before they wait, so they may start only once it is there.
     wait_for_previous_kernel();
     allow_next_kernel();
     const int expert = local_expert(a, expert_of(a, pair));
