@@ -3,8 +3,6 @@
 Routed experts wait for these logits, so the kernel starts before its inputs are there and its
 blocks come before those of the shared expert, which runs beside. What it does not serve is the
 parent's.
-
-Not measured in the model yet.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from glm_exl3 import envs
 
 Table = Mapping[tuple[int, int], tuple[str, ...]]
-MEASURED: Table = {(9, 0): ("mhc", "kda", "dense")}
+MEASURED: Table = {(9, 0): ("mhc", "kda", "dense", "gate")}
 MEASURED_TOGETHER: Table = {(9, 0): envs.TOGETHER_NAMES}
-"""NVIDIA H200, 2026-11-30."""
+"""NVIDIA H200, 2026-11-30 and 2026-12-01."""
 
 
 def wanted() -> tuple[str, ...]:

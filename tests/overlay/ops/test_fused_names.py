@@ -24,10 +24,10 @@ NAMES = {OPS: fused_names.wanted, TOGETHER: fused_names.together}
 @pytest.mark.parametrize(
     ("variable", "setting", "capability", "expected"),
     [
-        (OPS, None, (9, 0), ("mhc", "kda", "dense")),
-        (OPS, "auto", (9, 0), ("mhc", "kda", "dense")),
-        (OPS, "auto,router", (9, 0), ("router", "mhc", "kda", "dense")),
-        (OPS, "mhc,auto", (9, 0), ("mhc", "kda", "dense")),
+        (OPS, None, (9, 0), ("mhc", "kda", "dense", "gate")),
+        (OPS, "auto", (9, 0), ("mhc", "kda", "dense", "gate")),
+        (OPS, "auto,router", (9, 0), ("router", "mhc", "kda", "dense", "gate")),
+        (OPS, "mhc,auto", (9, 0), ("mhc", "kda", "dense", "gate")),
         (OPS, "auto", (8, 0), ()),
         (OPS, "auto", (12, 1), ()),
         (OPS, "auto", None, ()),
