@@ -33,7 +33,8 @@ FUSED = {"GLM_EXL3_FUSED_OPS": "mhc,kda,router,dense"}
 """With the router's one launch, which `auto` leaves out."""
 LATE = {"GLM_EXL3_EARLY_LAUNCH": "0"}
 HALVES = {"GLM_EXL3_INTEGER_PRODUCTS": "0"}
-GATE = {"GLM_EXL3_FUSED_OPS": "auto,gate"}
+UNGATED = {"GLM_EXL3_FUSED_OPS": "mhc,kda,dense"}
+"""Without the gate's rows, which `auto` takes."""
 
 
 def decode(*requests: int, context: int = 1024, tokens: int = 64) -> list[Measure]:
@@ -101,8 +102,7 @@ FULL = (
         "full.step", "full",
         [*decode(1, 16), *profile(1, 16), *prefill(32768), *decode(2, 4, 8)], 120, 20,
     ),
-    engine("full.gate", "full", EVERY, 75, 21, GATE),
-    engine("full.beside", "full", EVERY, 75, 21, GATE | {"GLM_EXL3_SHARED_BESIDE": "1"}),
+    engine("full.ungated", "full", EVERY, 75, 21, UNGATED),
     engine("full.halves", "full", EVERY, 75, 21, HALVES),
     engine(
         "full.verify7", "full",

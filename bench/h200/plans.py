@@ -19,11 +19,11 @@ OPS = (
 )  # fmt: skip
 ENGINES = ("drafting.methods", "text.fused", "kv.turns", "recode.step")
 MODEL = (
-    "full.step", "full.gate", "full.long", "peer.engine45",
+    "full.step", "full.long", "peer.engine45",
 )  # fmt: skip
 PAIR = ("pair.served", "pair.verify7", "gpu-tests.two")
 MORE = (
-    "full.beside", "full.ready", "peer.engine8", "drafting.time", "kv.heads", "full.served",
+    "full.ready", "peer.engine8", "drafting.time", "kv.heads", "full.served",
     "full.fused", "full.verify7", "pair.step", "text.two", "verify.16", "full.steer", "kv.text",
     "kv.variants", "text.one", "recode.nano", "drafting.pack", "edits", "peer.kernels", "kernels",
 )  # fmt: skip

@@ -110,9 +110,6 @@ FUSED_OPS = Knob(
     "comma-separated decode ops in place of vLLM's: mhc, kda, router, gate, dense; "
     "auto (measured); none",
 )
-SHARED_BESIDE = Knob(
-    "GLM_EXL3_SHARED_BESIDE", False, values.flag, "1: the shared expert starts with the routed ones"
-)
 TOGETHER_NAMES = ("parts", "dense", "activation", "shared")
 TOGETHER = Knob(
     "GLM_EXL3_TOGETHER",
@@ -150,9 +147,9 @@ DRAFTER_TOKENS = Knob(
 )
 STEP_MS = Knob(
     "GLM_EXL3_STEP_MS",
-    ((1, 8.3), (3, 13.6), (5, 17.6), (8, 22.6), (16, 31.9)),
+    ((1, 7.6), (3, 13.0), (5, 17.2), (8, 22.1), (16, 31.7)),
     values.curve,
-    "milliseconds of a step by tokens, such as 1:8.3,8:22.6, with which adaptive k weighs lengths",
+    "milliseconds of a step by tokens, such as 1:7.6,8:22.1, with which adaptive k weighs lengths",
 )
 ABLIT = Knob(
     "GLM_EXL3_ABLIT",
@@ -262,7 +259,6 @@ KNOBS: tuple[Knob, ...] = (
     IGNORE_TENSORS,
     ACCEPT_PATCHES,
     FUSED_OPS,
-    SHARED_BESIDE,
     TOGETHER,
     EARLY_LAUNCH,
     INTEGER_PRODUCTS,

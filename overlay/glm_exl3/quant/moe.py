@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from glm_exl3 import envs
 from glm_exl3.format.errors import FormatError
 from glm_exl3.format.layout import TILE, MatrixLayout, codebook_of
 from glm_exl3.format.metadata import PACKED_LEAVES
@@ -28,7 +27,6 @@ from glm_exl3.format.sharding import Cut
 from glm_exl3.ops import library, reference, table
 from glm_exl3.ops.matrix import Exl3Stack
 from glm_exl3.ops.reference import DenseStack
-from glm_exl3.quant import beside
 from glm_exl3.quant.facts import Facts
 from glm_exl3.quant.names import EXPERT_SHARDS
 from glm_exl3.quant.params import (
@@ -246,12 +244,6 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         super().__init__(moe_config)
         self.facts = facts
         self.names = names
-        self.shared_beside = bool(envs.SHARED_BESIDE.read())
-
-    @property
-    def mk_can_overlap_shared_experts(self) -> bool:
-        """Whether `apply` runs the shared experts, which vLLM then leaves alone."""
-        return self.shared_beside
 
     def create_weights(
         self,
@@ -325,12 +317,6 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Routed sum of this rank [T, H]; see `beside` for the shared experts."""
+        """Routed sum of this rank [T, H]; the shared experts are vLLM's to run."""
         loaded: LoadedExperts = layer.exl3
-
-        def routed() -> torch.Tensor:
-            return loaded.apply(x, topk_ids, topk_weights, layer.swiglu_limit, layer.expert_map)
-
-        if not self.shared_beside:
-            return routed()
-        return beside.both(routed, beside.shared_call(shared_experts, shared_experts_input), x)
+        return loaded.apply(x, topk_ids, topk_weights, layer.swiglu_limit, layer.expert_map)
