@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
-from vllm.forward_context import get_forward_context
 from vllm.models.glm5next.common.kda import (
     causal_conv1d_fn,
     gather_initial_states,
@@ -22,20 +21,18 @@ from vllm.models.glm5next.common.kda import (
 )
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
+from glm_exl3.fused import kda_step
+
 FEWEST_TOKENS = 1024  # copies of fewer cost no more than two further launches
 
 
 def prefill_metadata(prefix: str) -> GDNAttentionMetadata | None:
     """The layer's metadata if this step is eager, prefills and verifies no drafts; else None."""
-    context = get_forward_context()
-    if not isinstance(context.attn_metadata, dict):
+    metadata = kda_step.metadata_of(prefix)
+    if metadata is None or BreakableCUDAGraphCapture.current() is not None:
         return None
-    metadata = context.attn_metadata.get(prefix)
-    if not isinstance(metadata, GDNAttentionMetadata):
-        return None
-    if BreakableCUDAGraphCapture.current() is not None or metadata.spec_sequence_masks is not None:
-        return None
-    return metadata if metadata.num_prefills > 0 else None
+    plain = metadata.spec_sequence_masks is None and metadata.num_prefills > 0
+    return metadata if plain else None
 
 
 def attend(

@@ -19,16 +19,20 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from glm_exl3.fused import kda_inputs
 
 
+def metadata_of(prefix: str) -> GDNAttentionMetadata | None:
+    """The layer's metadata of this step; None where a step has none, as in a run for memory."""
+    every = get_forward_context().attn_metadata
+    metadata = every.get(prefix) if isinstance(every, dict) else None
+    return metadata if isinstance(metadata, GDNAttentionMetadata) else None
+
+
 def decode_metadata(prefix: str) -> GDNAttentionMetadata | None:
     """The layer's metadata if this step only decodes, one token per request; else None."""
-    context = get_forward_context()
-    if not isinstance(context.attn_metadata, dict):
-        return None
-    metadata = context.attn_metadata.get(prefix)
-    if not isinstance(metadata, GDNAttentionMetadata):
+    metadata = metadata_of(prefix)
+    if metadata is None:
         return None
     capturing = BreakableCUDAGraphCapture.current() is not None
-    if capturing and context.cudagraph_runtime_mode != CUDAGraphMode.FULL:
+    if capturing and get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.FULL:
         return None
     plain = metadata.num_prefills == 0 and metadata.spec_sequence_masks is None
     whole = metadata.num_decodes == metadata.num_actual_tokens > 0

@@ -12,7 +12,7 @@ import torch
 from vllm.models.glm5next.common import kda
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
-from glm_exl3.fused import kda_prefill
+from glm_exl3.fused import kda_prefill, kda_step
 from glm_exl3.models.attention import PackedLinearAttention
 from glm_exl3.ref import conv
 
@@ -79,8 +79,9 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> GDNAttentionMetadata:
         non_spec_state_indices_tensor=torch.tensor(SLOTS, dtype=torch.int32),
     )  # fmt: skip
     context = SimpleNamespace(attn_metadata={"layer": found})
-    for module in (kda, kda_prefill):
+    for module in (kda, kda_step):
         monkeypatch.setattr(module, "get_forward_context", lambda: context)
+    for module in (kda, kda_prefill):
         monkeypatch.setattr(module, "causal_conv1d_fn", convolve)
         monkeypatch.setattr(module, "gather_initial_states", gather)
         monkeypatch.setattr(module, "scatter_states", scatter)
