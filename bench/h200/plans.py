@@ -18,9 +18,7 @@ OPS = (
     "peer.engine4",
 )  # fmt: skip
 ENGINES = ("drafting.methods", "text.fused", "kv.turns", "recode.step")
-MODEL = (
-    "full.step", "full.long", "peer.engine45",
-)  # fmt: skip
+MODEL = ("full.step", "full.long", "peer.engine45")
 PAIR = ("pair.served", "pair.verify7", "gpu-tests.two")
 MORE = (
     "full.ready", "peer.engine8", "drafting.time", "kv.heads", "full.served",

@@ -10,8 +10,8 @@ from gpu_cases import error
 from glm_exl3.ops import dense_rows
 
 TOLERANCE = 3e-3
-HALF_A_STEP = 2**-8
-"""Of bf16: what rounding may cost where one number outweighs the others."""
+ONE_ROUNDING = 2**-8  # of bf16: the error of so few numbers may be that of the largest
+FEW_NUMBERS = 16
 # k, n: short rows, few rows, others; with last blocks that are not full.
 SHAPES = [
     (64, 8192), (128, 8192), (192, 40), (256, 77),
@@ -41,7 +41,8 @@ def test_few_tokens_take_the_kernel(backend, generator, k, n, tokens):
     assert dense_rows.can_serve(x, weight)
     wanted = x.double() @ weight.double().T
     found = dense_rows.linear(x, weight)
-    assert found.dtype is torch.bfloat16 and error(found, wanted) < HALF_A_STEP
+    bound = TOLERANCE if found.numel() >= FEW_NUMBERS else ONE_ROUNDING
+    assert found.dtype is torch.bfloat16 and error(found, wanted) < bound
     floor = 1e-5 * float(wanted.abs().max())
     torch.testing.assert_close(found.double(), wanted, rtol=2**-7, atol=floor)
 
